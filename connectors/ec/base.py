@@ -1,0 +1,177 @@
+"""The encoder-cache (EC) connector: how embeddings travel from encoders to the stages that consume them.
+
+One class has two sides, as in vLLM's `ECConnectorBase`, and an engine makes one instance for each: the *scheduler side*
+decides what is loaded, the *worker side* moves the bytes. In a single process both exist beside each other and share
+nothing but the store.
+
+    scheduler side (the engine's step thread; must never block, must never do I/O)
+        has_cache_item              is this item in the store?  from memory: True, False, or None while looking
+        update_state_after_alloc    room for this item exists in the buffer now: load it
+        build_connector_meta        what the worker side is to do this step
+        update_connector_output     what the worker side reported
+        request_finished            a request ended, however it ended
+    worker side (the model runner's thread; starts work and returns)
+        register_caches             here is the preallocated device buffer
+        bind_connector_metadata     this step's orders
+        start_load_caches           begin the loads ordered, on threads of the connector's own
+        save_caches                 begin to store one item
+        get_finished                what has been stored, loaded, or has failed since the last call
+        clear_connector_metadata    the step is over
+    both
+        close                       stop threads, free everything; a second call does nothing
+
+Failure is data. A connector raises only `core.errors.ConfigError`, from its constructor. An item that is absent, cut
+short, corrupt, of another version or another namespace, and a store that is down, all end as a key in `failed_loading`
+or `failed_saving` with a reason; the engine has the item made again. It is never a wrong tensor.
+
+Ownership. The buffer slice named in an order belongs to the connector from `start_load_caches` until the key shows up
+in `finished_loading` or `failed_loading`; the engine neither reads nor reuses it before. The tensor given to
+`save_caches` may be read by the connector until the key shows up in `finished_saving` or `failed_saving`; the engine
+does not write to it before. Every key that was ordered or saved is reported exactly once.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from core.types import ECRole
+
+
+class ECSide(enum.StrEnum):
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+
+
+class ECItem(msgspec.Struct, array_like=True, frozen=True):
+    """An item as the scheduler knows it before its bytes are there."""
+
+    key: str  # 64 hexadecimal digits; the only name an item has
+    num_embeds: int
+
+
+class BufferSlice(msgspec.Struct, array_like=True, frozen=True):
+    """Rows [start, start + num_rows) of the encoder buffer."""
+
+    start: int
+    num_rows: int
+
+
+class ECLoad(msgspec.Struct, array_like=True, frozen=True):
+    """Order to load one item into one slice."""
+
+    key: str
+    where: BufferSlice
+
+
+class ECConnectorMetadata(msgspec.Struct, array_like=True):
+    """One step's orders from the scheduler side to the worker side. A connector may use a subclass with more."""
+
+    loads: list[ECLoad] = []
+
+
+class ECConnectorOutput(msgspec.Struct, array_like=True):
+    """What the worker side reports after a step. Each key once; the mappings hold a reason fit for a log."""
+
+    finished_saving: list[str] = []
+    failed_saving: dict[str, str] = {}
+    finished_loading: list[str] = []
+    failed_loading: dict[str, str] = {}
+    bytes_saved: int = 0
+    bytes_loaded: int = 0
+    seconds_saving: list[float] = []  # one value per item in finished_saving
+    seconds_loading: list[float] = []  # one value per item in finished_loading
+
+    def __bool__(self) -> bool:
+        return bool(self.finished_saving or self.failed_saving or self.finished_loading or self.failed_loading)
+
+
+class ECConnectorConfig(msgspec.Struct, frozen=True):
+    """All that a connector is told. `extra` is the operator's `--ec-connector-extra-config`.
+
+    `notify` may be called from any thread, at any time, at no cost worth counting: it wakes an engine that has nothing
+    to run, so that the result of a look-up, load or save is seen at once. A connector that never calls it works, a few
+    milliseconds later.
+    """
+
+    role: ECRole
+    namespace: str  # 64 hexadecimal digits; items of another namespace must not be returned
+    dtype: torch.dtype
+    width: int  # columns of every item
+    extra: Mapping[str, Any]
+    notify: Callable[[], None]
+
+
+class ECConnectorBase(ABC):
+    """Base of every EC connector, ours or a stranger's. See the module's docstring for the rules."""
+
+    def __init__(self, config: ECConnectorConfig, side: ECSide) -> None:
+        self.config = config
+        self.side = side
+        self._pending_loads: list[ECLoad] = []
+        self._metadata: ECConnectorMetadata | None = None
+
+    # ---- scheduler side ----
+
+    @abstractmethod
+    def has_cache_item(self, key: str) -> bool | None:
+        """Whether the store holds the item: True, False, or None while a look-up that this call began is under way.
+
+        Answers from memory. A True may be out of date by the time of the load, which then fails as data; a False may be
+        remembered for a moment and is then looked up again.
+        """
+
+    def update_state_after_alloc(self, item: ECItem, where: BufferSlice) -> None:
+        """Room was allocated; order the load. Called only after `has_cache_item` returned True."""
+        self._pending_loads.append(ECLoad(item.key, where))
+
+    def build_connector_meta(self) -> ECConnectorMetadata:
+        """The orders gathered since the last call. Called once a step."""
+        loads, self._pending_loads = self._pending_loads, []
+        return ECConnectorMetadata(loads=loads)
+
+    def update_connector_output(self, output: ECConnectorOutput) -> None:  # noqa: B027 - optional hook
+        """See what the worker side reported; the place to forget a positive look-up whose load failed."""
+
+    def request_finished(self, request_id: str) -> None:  # noqa: B027 - optional hook
+        """Called once for every end of a request: finished, aborted, failed."""
+
+    # ---- worker side ----
+
+    def register_caches(self, buffer: torch.Tensor) -> None:
+        """Take the device buffer, `[num_rows, width]` of `config.dtype`, contiguous, for the life of the connector."""
+        self._buffer = buffer
+
+    def bind_connector_metadata(self, metadata: ECConnectorMetadata) -> None:
+        """Take this step's orders."""
+        self._metadata = metadata
+
+    @abstractmethod
+    def start_load_caches(self) -> None:
+        """Begin every load in the bound metadata and return. Never waits for the store."""
+
+    @abstractmethod
+    def save_caches(self, key: str, embeds: torch.Tensor) -> None:
+        """Begin to store `embeds`, `[num_embeds, width]`, a view of the buffer, under `key`, and return.
+
+        An item becomes visible to readers whole or not at all. Saving an item that is there already succeeds.
+        """
+
+    @abstractmethod
+    def get_finished(self) -> ECConnectorOutput:
+        """Everything that ended since the last call. Never waits."""
+
+    def clear_connector_metadata(self) -> None:
+        """Forget this step's orders."""
+        self._metadata = None
+
+    # ---- both ----
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop every thread and free everything, within two seconds even if the store hangs. Idempotent."""

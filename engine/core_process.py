@@ -1,0 +1,180 @@
+"""The engine's process: `python -m engine.core_process`, started by `engine/client.py` and by nobody else.
+
+It reads one line of JSON from its standard input, connects two ZMQ sockets, and steps while there is work. Everything
+happens on the main thread, the connectors' and the preparer's threads aside. When standard input closes, the parent is
+gone, and so is this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+
+import msgspec
+import zmq
+
+from core import logs
+from core.errors import ConfigError
+from engine.core import EngineCore
+from engine.protocol import EngineCoreOutputs
+from engine.wire import ENGINE_IDENTITY, EngineStart, Fatal, InMessage, OutMessage, Ready
+
+logger = logging.getLogger(__name__)
+
+#: With nothing to compute but something in the background, look again after so long even without being woken: connectors
+#: need not call `notify`, and leases end by themselves.
+_IDLE_POLL_MS = 5
+_LEASE_POLL_MS = 200
+#: Steps that end nothing still tell the state this often.
+_STATS_EVERY_S = 0.1
+
+
+class _Wakeup:
+    """Lets any thread end the main thread's poll."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._read.fileno()
+
+    def set(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already; closed: the process ends
+            self._write.send(b"\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._read.recv(4096):
+                pass
+
+
+class CoreProcess:
+    """The loop around an EngineCore."""
+
+    def __init__(self, start: EngineStart, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._wakeup = _Wakeup()
+        self._input = context.socket(zmq.DEALER)
+        self._input.setsockopt(zmq.IDENTITY, ENGINE_IDENTITY)
+        self._input.connect(start.input_address)
+        self._output = context.socket(zmq.PUSH)
+        self._output.setsockopt(zmq.SNDHWM, 0)  # bounded by the number of requests, which is
+        self._output.connect(start.output_address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._input, zmq.POLLIN)
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(InMessage).decode
+        self._core = EngineCore(start.config, self._wakeup.set)
+        # Clients reach the engine's DEALER only after it has spoken first: the ROUTER learns its identity from this.
+        self._input.send(b"ready")
+        self.send(OutMessage(ready=Ready(self._core.info)))
+
+    def send(self, message: OutMessage) -> None:
+        self._output.send(self._encode(message), copy=False)
+
+    def run(self) -> None:
+        """Until a shutdown message."""
+        core = self._core
+        try:
+            sent_s = 0.0
+            while self._take_input():
+                outputs = core.step()
+                now_s = time.monotonic()
+                if outputs or not core.scheduler.has_work or now_s - sent_s >= _STATS_EVERY_S:
+                    sent_s = now_s
+                    made = EngineCoreOutputs(outputs=outputs, stats=core.scheduler.make_stats())
+                    self.send(OutMessage(outputs=made))
+        except Exception as error:
+            logger.exception("the engine died")
+            self.send(OutMessage(outputs=EngineCoreOutputs(fatal=f"{type(error).__name__} in the engine's step")))
+            raise
+        finally:
+            core.close()
+
+    def _take_input(self) -> bool:
+        """Take every message that is there; wait for one while there is nothing to do. False: shut down."""
+        core = self._core
+        while True:
+            if core.scheduler.can_step:
+                timeout_ms = 0
+            elif core.scheduler.has_work:
+                timeout_ms = _IDLE_POLL_MS
+            elif core.has_work:
+                timeout_ms = _LEASE_POLL_MS
+            else:
+                timeout_ms = -1
+            ready = dict(self._poller.poll(timeout_ms))
+            self._wakeup.clear()
+            told = self._input in ready
+            if told:
+                while True:
+                    try:
+                        message = self._decode(self._input.recv(zmq.NOBLOCK))
+                    except zmq.Again:
+                        break
+                    if message.shutdown:
+                        return False
+                    if message.add is not None:
+                        core.add_request(message.add)
+                    for request_id in message.abort:
+                        core.abort(request_id)
+                    for request_id in message.release:
+                        core.release(request_id)
+            if told or core.has_work:
+                return True
+
+
+def _die_with_parent() -> None:
+    """The parent holds the other end of standard input for as long as it lives."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def main() -> int:
+    """Exit code 0 after a shutdown, 2 for a wrong option or file, 1 for everything else."""
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
+    _die_with_parent()
+    logs.setup(start.config.log_level, start.config.where)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        process = CoreProcess(start, context)
+    except ConfigError as error:
+        _report(context, start, Fatal("config", error.name, str(error.value), error.reason))
+        return 2
+    except Exception as error:
+        logger.exception("the engine did not start")
+        _report(context, start, Fatal("engine", "", "", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+        return 1
+    try:
+        process.run()
+    except Exception:
+        return 1
+    finally:
+        context.destroy(linger=1000)
+    return 0
+
+
+def _report(context: zmq.Context[zmq.Socket[bytes]], start: EngineStart, fatal: Fatal) -> None:
+    output = context.socket(zmq.PUSH)
+    output.connect(start.output_address)
+    output.send(msgspec.msgpack.encode(OutMessage(failed=fatal)))
+    context.destroy(linger=1000)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of a hanging store must not keep a finished engine alive.
+    os._exit(code)

@@ -1,0 +1,273 @@
+"""Executes steps: the vision tower, the language model over flattened tokens, sampling, and the connectors' worker sides."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from connectors.ec.base import ECConnectorBase
+from connectors.kv.base import KVConnectorBase
+from engine.image_preparer import ImagePreparer
+from engine.input_batch import InputBatch, StepInputs
+from engine.memory import CacheSizes
+from engine.models.adapter import ModelAdapter
+from engine.models.attention import PagedContext
+from engine.models.weights import LoadReport, load_weights, weight_files
+from engine.sampler import SamplingBatch
+from engine.scheduler_output import ImageToEncode, ItemUse, ModelRunnerOutput, SchedulerOutput
+from kernels.packed_linear import can_pack, pack_linears
+from kernels.paged_attention import build_attention_batch
+
+logger = logging.getLogger(__name__)
+
+_PREPARE_THREADS = 2
+
+
+class ModelRunner:
+    """Owns the weights, the KV cache and the encoder buffer. Every method on one thread.
+
+    The life of one: `load_weights`, `profile`, `allocate`, `attach`, then `execute_model` per step, then `close`.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        device: torch.device,
+        *,
+        vision: bool,
+        language: bool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        notify: Callable[[], None],
+    ) -> None:
+        self.adapter = adapter
+        self.device = device
+        self.vision = vision
+        self.language = language
+        self.block_size = block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self._batch = InputBatch(
+            max_num_seqs if language else 0, max_model_len, block_size, adapter.num_position_rows
+        )
+        self._preparer = ImagePreparer(adapter, device, _PREPARE_THREADS, notify) if vision else None
+        self._ec: ECConnectorBase | None = None
+        self._kv: KVConnectorBase | None = None
+        self.kv_cache = torch.empty(0)
+        self.encoder_buffer = torch.empty(0)
+
+    # ---- start ----
+
+    def load_weights(self, model_dir: Path) -> LoadReport:
+        """Build the role's modules and fill them, reading no other weights."""
+        adapter = self.adapter
+        adapter.build(vision=self.vision, language=self.language)
+        targets = {}
+        if self.vision:
+            assert adapter.vision is not None
+            targets["vision"] = adapter.vision
+            adapter.load_image_processor()
+        if self.language:
+            assert adapter.language is not None
+            assert adapter.lm_head is not None
+            targets["language"] = adapter.language
+            if not adapter.ties_embeddings:
+                targets["lm_head"] = adapter.lm_head
+        report = load_weights(
+            weight_files(model_dir), targets, adapter.rename, dtype=adapter.dtype, device=self.device
+        )
+        if self.language and adapter.ties_embeddings:
+            assert adapter.lm_head is not None
+            adapter.lm_head.weight = adapter.language.embed_tokens.weight  # type: ignore[union-attr]
+        for module in (adapter.vision, adapter.language, adapter.lm_head):
+            if module is not None:
+                module.to(self.device)
+        if can_pack(adapter.dtype, self.device):
+            self._pack()
+        return report
+
+    def _pack(self) -> None:
+        holder = torch.nn.ModuleDict()
+        for name in ("vision", "language", "lm_head"):
+            module = getattr(self.adapter, name)
+            if module is not None:
+                holder[name] = module
+        pack_linears(holder)
+        for name, module in holder.items():
+            setattr(self.adapter, name, module)
+
+    @torch.inference_mode()
+    def profile(self) -> None:
+        """Run one step of the largest size, for its peak memory, on a cache of its own."""
+        if self.language:
+            num_tokens = self.max_num_batched_tokens
+            num_blocks = -(-num_tokens // self.block_size)
+            self.kv_cache = self._new_kv_cache(num_blocks)
+            inputs = StepInputs(
+                request_ids=["profile"],
+                rows=np.zeros(1, dtype=np.int64),
+                query_lens=np.array([num_tokens]),
+                seq_lens=np.array([num_tokens]),
+                starts=np.zeros(1, dtype=np.int64),
+                token_ids=np.zeros(num_tokens, dtype=np.int64),
+                positions=np.tile(np.arange(num_tokens), (self.adapter.num_position_rows, 1)),
+                block_table=np.arange(num_blocks)[None, :],
+            )
+            self.adapter.logits(self._forward(inputs, [])[-1:])
+            self.kv_cache = torch.empty(0)
+
+    def allocate(self, sizes: CacheSizes) -> None:
+        """Make the KV cache and the encoder buffer. Nothing that is served is allocated after this."""
+        adapter = self.adapter
+        self.kv_cache = self._new_kv_cache(sizes.num_blocks)
+        self.encoder_buffer = torch.zeros(
+            sizes.buffer_rows, adapter.embed_width, dtype=adapter.dtype, device=self.device
+        )
+
+    def _new_kv_cache(self, num_blocks: int) -> torch.Tensor:
+        adapter = self.adapter
+        shape = (num_blocks, adapter.num_layers, 2, self.block_size, adapter.num_kv_heads, adapter.head_dim)
+        return torch.zeros(shape, dtype=adapter.dtype, device=self.device)
+
+    def attach(self, ec: ECConnectorBase, kv: KVConnectorBase | None) -> None:
+        """Give the connectors their memory."""
+        self._ec = ec
+        ec.register_caches(self.encoder_buffer)
+        self._kv = kv
+        if kv is not None:
+            kv.register_kv_caches(self.kv_cache.view(self.kv_cache.shape[0], -1))
+
+    def close(self) -> None:
+        if self._preparer is not None:
+            self._preparer.close()
+        if self._ec is not None:
+            self._ec.close()
+        if self._kv is not None:
+            self._kv.close()
+
+    @property
+    def num_leases(self) -> int:
+        return 0 if self._kv is None else self._kv.num_leases()
+
+    # ---- a step ----
+
+    @torch.inference_mode()
+    def execute_model(self, out: SchedulerOutput) -> ModelRunnerOutput:
+        """Do one step's work. Loads, saves, pulls and preparations are begun, not awaited."""
+        assert self._ec is not None
+        made = ModelRunnerOutput()
+        for request_id in out.finished_request_ids:
+            self._batch.remove(request_id)
+        self._ec.bind_connector_metadata(out.ec_metadata)  # type: ignore[arg-type]
+        self._ec.start_load_caches()
+        if self._kv is not None:
+            self._kv.bind_connector_metadata(out.kv_metadata)  # type: ignore[arg-type]
+            self._kv.start_load_kv()
+        for key, where in out.save.items():
+            self._ec.save_caches(key, self.encoder_buffer[where.start : where.start + where.num_rows])
+        if self._preparer is not None:
+            for key in out.forget_prepared:
+                self._preparer.forget(key)
+            for image in out.prepare:
+                self._preparer.submit(image.feature, image.image)
+            if out.encode:
+                made.encoded = self._encode(out.encode)
+        if out.num_scheduled_tokens:
+            made.sampled = self._generate(out)
+        if self._preparer is not None:
+            made.prepared, made.failed_prepare = self._preparer.poll()
+        made.ec = self._ec.get_finished()
+        self._ec.clear_connector_metadata()
+        if self._kv is not None:
+            made.kv = self._kv.get_finished()
+            self._kv.clear_connector_metadata()
+        return made
+
+    def _encode(self, images: list[ImageToEncode]) -> dict[str, str]:
+        assert self._ec is not None
+        assert self._preparer is not None
+        pixels = [self._preparer.take(image.feature.key) for image in images]
+        embeds = self.adapter.encode(pixels, [image.feature.grid for image in images])
+        problems = {}
+        for image, item in zip(images, embeds, strict=True):
+            expected = (image.feature.num_embeds, image.feature.width)
+            if tuple(item.shape) != expected:
+                problems[image.feature.key] = f"the encoder made {tuple(item.shape)} where {expected} was predicted"
+                continue
+            where = self.encoder_buffer[image.where.start : image.where.start + image.where.num_rows]
+            where.copy_(item)
+            self._ec.save_caches(image.feature.key, where)
+            problems[image.feature.key] = ""
+        return problems
+
+    def _generate(self, out: SchedulerOutput) -> dict[str, int]:
+        for new in out.new_requests:
+            positions, delta = self.adapter.positions(len(new.prompt_token_ids), new.features)
+            self._batch.add(new, positions, delta)
+        self._batch.update(out.cached_requests)
+        inputs = self._batch.cut(out.num_scheduled_tokens)
+        hidden = self._forward(inputs, out.item_uses)
+
+        # Only sequences whose last known token was computed get a new one.
+        known = np.array([self._batch.num_tokens(row) for row in inputs.rows])
+        complete = np.flatnonzero(inputs.seq_lens == known)
+        if not len(complete):
+            return {}
+        last = inputs.starts[complete] + inputs.query_lens[complete] - 1
+        logits = self.adapter.logits(hidden[torch.from_numpy(last).to(self.device)])
+        rows = [int(row) for row in inputs.rows[complete]]
+        tokens = self._sample(rows, logits)
+        for row, token in zip(rows, tokens, strict=True):
+            self._batch.append_token(row, token)
+        return {inputs.request_ids[i]: token for i, token in zip(complete, tokens, strict=True)}
+
+    def _forward(self, inputs: StepInputs, uses: list[ItemUse]) -> torch.Tensor:
+        adapter = self.adapter
+        embeds = adapter.embed_tokens(torch.from_numpy(inputs.token_ids).to(self.device))
+        visual_mask, deepstack = None, None
+        if uses:
+            mask = np.zeros(len(inputs.token_ids), dtype=np.bool_)
+            sources = np.zeros(len(inputs.token_ids), dtype=np.int64)
+            place = {request_id: i for i, request_id in enumerate(inputs.request_ids)}
+            for use in uses:
+                i = place[use.request_id]
+                begin = inputs.starts[i] + use.first_token - (inputs.seq_lens[i] - inputs.query_lens[i])
+                mask[begin : begin + use.num_tokens] = True
+                sources[begin : begin + use.num_tokens] = np.arange(use.first_row, use.first_row + use.num_tokens)
+            visual_mask = torch.from_numpy(mask).to(self.device)
+            items = self.encoder_buffer[torch.from_numpy(sources[mask]).to(self.device)]
+            levels = items.split(adapter.hidden_size, dim=-1)
+            embeds[visual_mask] = levels[0]
+            deepstack = levels[1:] or None
+        batch = build_attention_batch(
+            inputs.query_lens,
+            inputs.seq_lens,
+            inputs.block_table,
+            block_size=self.block_size,
+            dtype=adapter.dtype,
+            device=self.device,
+        )
+        return adapter.forward(
+            embeds,
+            torch.from_numpy(inputs.positions).to(self.device),
+            visual_mask,
+            deepstack,
+            PagedContext(self.kv_cache, batch),
+        )
+
+    def _sample(self, rows: list[int], logits: torch.Tensor) -> list[int]:
+        params, indices, seeds, forbidden = [], [], [], []
+        for row in rows:
+            sampling = self._batch.sampling[row]
+            assert sampling is not None
+            num_output = self._batch.num_tokens(row) - self._batch.num_prompt_tokens[row]
+            params.append(sampling)
+            indices.append(num_output)
+            forbidden.append(self._batch.stop_ids[row] if num_output < sampling.min_tokens else [])
+            seeds.append(sampling.seed or 0)
+        return SamplingBatch(params, indices, seeds, forbidden).sample(logits)

@@ -1,0 +1,335 @@
+"""Makes the engine's prompts: from messages through the model's chat template, or from token ids.
+
+The tokens are those of transformers' `apply_chat_template(messages, add_generation_prompt=True)`, with each image's
+placeholder token repeated once for each of its embeddings.
+
+A special token stands only where the template put it. Words of a client's that spell one ("<|im_end|>", "<|image_pad|>")
+stay words:
+
+1. In each text, stretches that spell a protected token, and ends that could become one together with a neighbour, are
+   put between two marks: characters of a private-use plane that occur nowhere in the messages or the template. Other
+   texts reach the template untouched, so it sees what it would see under transformers.
+2. The rendered text without its marks is cut at the protected tokens that lie outside marked stretches.
+3. What lies between is tokenized by a second tokenizer that knows no protected tokens.
+
+Without any mark, which is nearly always, one call of the ordinary tokenizer does all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from core.errors import ConfigError, InvalidRequestError
+from core.types import Feature, PlacedFeature
+from engine.chat_template import Message, read_chat_template
+
+#: A message: role, and parts that are ("text", str) or ("image", None).
+ChatMessage = tuple[str, Sequence[tuple[str, str | None]]]
+
+ROLES = ("system", "user", "assistant")
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class PromptProcessor:
+    """Tokenizes prompts for one checkpoint. Made at the start; its methods have no effects and are safe on any thread.
+
+    All of it is synchronous: a chat of some hundred tokens takes well under a millisecond, a text of 100,000 characters
+    some 50 ms. The bound is the server's message size.
+
+    Attributes:
+        eos_token_ids: tokens that end an answer.
+        vocab_size: of the model; at least the tokenizer's.
+        image_token_id: the placeholder.
+        tokenizer: the checkpoint's own; only to be read.
+
+    Raises:
+        ConfigError: the folder lacks a file, or one is broken.
+    """
+
+    def __init__(self, model_dir: str, *, max_model_len: int, max_images: int) -> None:
+        folder = Path(model_dir)
+        config = _read_json(folder, "config.json")
+        tokenizer_config = _read_json(folder, "tokenizer_config.json", required=False)
+        self._max_tokens = max_model_len - 1  # one is left for the answer
+        self._max_images = max_images
+        self.image_token_id = _image_token_id(folder, config)
+        self.tokenizer, plain = _read_tokenizers(folder, self.image_token_id)
+        self.vocab_size = int((config.get("text_config") or config).get("vocab_size", self.tokenizer.get_vocab_size()))
+        special_tokens = _special_tokens(tokenizer_config)
+        self._template = read_chat_template(folder, tokenizer_config, special_tokens)
+        self.eos_token_ids = _eos_token_ids(folder, config, self.tokenizer, special_tokens)
+        self._guard = _SpecialTokenGuard(self.tokenizer, plain, self.image_token_id, self._template.source)
+
+    def process_chat(
+        self, messages: Sequence[ChatMessage], features: Sequence[Feature]
+    ) -> tuple[list[int], list[PlacedFeature]]:
+        """Prompt tokens, placeholders expanded, and where each feature stands; features in the order of the images.
+
+        Raises:
+            InvalidRequestError: no messages, an unknown role, images and features that differ in number, too many of
+                them, a prompt longer than `max_model_len - 1`, or a template that refuses the messages.
+        """
+        if not messages:
+            raise InvalidRequestError("messages: none; at least 1 is needed")
+        texts = []
+        num_images = 0
+        for number, (role, parts) in enumerate(messages, start=1):
+            if role not in ROLES:
+                raise InvalidRequestError(f"message {number}: role {role[:40]!r}; known are {', '.join(ROLES)}")
+            for kind, text in parts:
+                if kind == "text" and text is not None:
+                    texts.append(_checked(text, number))
+                elif kind == "image":
+                    num_images += 1
+                else:
+                    raise InvalidRequestError(f"message {number}: a part that is neither text nor image")
+        self._check_images(num_images, features)
+        if num_images and not self._template.takes_parts:
+            raise InvalidRequestError(f"messages: {num_images} images, but the model's chat template takes only text")
+        marked, marks = self._guard.mark(texts)
+        rendered = self._template.render(self._template_messages(messages, marked))
+        return self._place(self._guard.encode(rendered, marks), features)
+
+    def process_tokens(
+        self, token_ids: Sequence[int], features: Sequence[Feature]
+    ) -> tuple[list[int], list[PlacedFeature]]:
+        """As `process_chat`, for a prompt of tokens in which each image is one placeholder token.
+
+        Raises:
+            InvalidRequestError: no tokens, an id outside the vocabulary, or what `process_chat` says of images and length.
+        """
+        if not token_ids:
+            raise InvalidRequestError("token_ids: none; at least 1 is needed")
+        for place, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequestError(
+                    f"token_ids[{place}]: {token_id}; the vocabulary ends at {self.vocab_size - 1}"
+                )
+        self._check_images(len(features), features)
+        return self._place(token_ids, features)
+
+    def _check_images(self, num_images: int, features: Sequence[Feature]) -> None:
+        if max(num_images, len(features)) > self._max_images:
+            raise InvalidRequestError(
+                f"prompt: {max(num_images, len(features))} images; the limit is {self._max_images}"
+            )
+        if num_images != len(features):
+            raise InvalidRequestError(f"prompt: {num_images} images, but {len(features)} features")
+
+    def _template_messages(self, messages: Sequence[ChatMessage], texts: Sequence[str]) -> list[Message]:
+        """The messages as templates expect them, with `texts` in place of their own."""
+        following = iter(texts)
+        result: list[Message] = []
+        for role, parts in messages:
+            content = [{"type": "text", "text": next(following)} if kind == "text" else {"type": "image"} for kind, _ in parts]
+            if self._template.takes_parts:
+                result.append({"role": role, "content": content})
+            else:
+                result.append({"role": role, "content": "".join(part["text"] for part in content)})
+        return result
+
+    def _place(
+        self, token_ids: Sequence[int], features: Sequence[Feature]
+    ) -> tuple[list[int], list[PlacedFeature]]:
+        places = [place for place, token_id in enumerate(token_ids) if token_id == self.image_token_id]
+        if len(places) != len(features):
+            raise InvalidRequestError(f"prompt: {len(places)} image placeholders, but {len(features)} features")
+        # Before anything of that size is built: the counts come from the wire.
+        length = len(token_ids) + sum(feature.num_embeds - 1 for feature in features)
+        if any(feature.num_embeds < 1 for feature in features):
+            raise InvalidRequestError("features: num_embeds must be at least 1")
+        if length > self._max_tokens:
+            raise InvalidRequestError(
+                f"prompt: {length} tokens, images included; the limit is {self._max_tokens} (max_model_len - 1)"
+            )
+        expanded: list[int] = []
+        placed: list[PlacedFeature] = []
+        start = 0
+        for place, feature in zip(places, features, strict=True):
+            expanded.extend(token_ids[start:place])
+            placed.append(PlacedFeature(feature=feature, offset=len(expanded)))
+            expanded.extend([self.image_token_id] * feature.num_embeds)
+            start = place + 1
+        expanded.extend(token_ids[start:])
+        return expanded, placed
+
+
+class _SpecialTokenGuard:
+    """Keeps protected tokens, which are the special ones and the placeholder, out of the words of clients.
+
+    Added tokens that are not special (Qwen's "<tool_call>") are ordinary vocabulary, as in transformers.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, plain: Tokenizer, image_token_id: int, template: str) -> None:
+        self._tokenizer = tokenizer
+        self._plain = plain
+        self._template_characters = frozenset(template)
+        added = tokenizer.get_added_tokens_decoder()
+        tokens = {number: token for number, token in added.items() if token.special or number == image_token_id}
+        self._id_of = {token.content: number for number, token in tokens.items()}
+        self._protected_ids = frozenset(tokens)
+        # The longest first: where one begins with another, the tokenizer takes the longer.
+        ordered = sorted(tokens.values(), key=lambda token: -len(token.content))
+        spelled = [re.escape(token.content) for token in ordered]
+        self._spelled = re.compile("|".join(spelled) or "(?!)")
+        # Some tokens swallow the white space beside them.
+        around = [
+            (r"\s*" if token.lstrip else "") + f"(?P<t{place}>{spelled[place]})" + (r"\s*" if token.rstrip else "")
+            for place, token in enumerate(ordered)
+        ]
+        self._cut = re.compile("|".join(around) or "(?!)")
+        contents = list(self._id_of)
+        self._beginnings = tuple({text[:end] for text in contents for end in range(1, len(text))})
+        self._endings = tuple({text[start:] for text in contents for start in range(1, len(text))})
+
+    def mark(self, texts: Sequence[str]) -> tuple[list[str], str]:
+        """The texts with marks put in, and the two characters used as marks; "" where no text needs one."""
+        stretches = [self._stretches(text) for text in texts]
+        if not any(stretches):
+            return list(texts), ""
+        seen = self._template_characters.union(*texts)
+        free = (chr(number) for number in range(0xF0000, 0x10FFFE) if chr(number) not in seen)
+        try:
+            opening, closing = next(free), next(free)
+        except StopIteration:
+            raise InvalidRequestError("messages: they hold every private-use character; at least 2 must be free") from None
+        marked = []
+        for text, spans in zip(texts, stretches, strict=True):
+            pieces, end = [], 0
+            for start, stop in spans:
+                pieces += [text[end:start], opening, text[start:stop], closing]
+                end = stop
+            marked.append("".join([*pieces, text[end:]]))
+        return marked, opening + closing
+
+    def encode(self, rendered: str, marks: str) -> list[int]:
+        """Token ids of a rendered prompt whose texts went through `mark`."""
+        if not marks:
+            return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+        text, masked = self._unmark(rendered, marks)
+        ids: list[int] = []
+        end = 0
+        for cut in self._cut.finditer(masked):
+            ids += self._encode_plain(text[end : cut.start()])
+            ids.append(self._id_of[cut[str(cut.lastgroup)]])
+            end = cut.end()
+        return ids + self._encode_plain(text[end:])
+
+    def _encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
+        if not self._protected_ids.isdisjoint(ids):
+            # No byte-level vocabulary does this; if another kind does, the request must not pass.
+            raise InvalidRequestError("messages: a text spells a special token that the tokenizer cannot keep apart")
+        return ids
+
+    def _stretches(self, text: str) -> list[tuple[int, int]]:
+        """Where protected tokens stand in a text, or may come to stand once it has neighbours. Ordered, disjoint."""
+        spans = [cut.span() for cut in self._spelled.finditer(text)]
+        # Templates may trim a text, so its ends are those of the words in it.
+        left, right = len(text) - len(text.lstrip()), len(text.rstrip())
+        core = text[left:right]
+        head = max((len(ending) for ending in self._endings if core.startswith(ending)), default=0)
+        tail = max((len(beginning) for beginning in self._beginnings if core.endswith(beginning)), default=0)
+        if head:
+            spans.append((left, left + head))
+        if tail:
+            spans.append((right - tail, right))
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(spans):
+            if merged and start < merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        return merged
+
+    @staticmethod
+    def _unmark(rendered: str, marks: str) -> tuple[str, str]:
+        """The rendered text without marks, and the same with a NUL for each character that was between marks."""
+        pieces = re.split(f"([{marks}])", rendered)
+        text, masked = [], []
+        inside = False
+        for piece in pieces:
+            if piece in (marks[0], marks[1]) and piece:
+                if inside is (piece == marks[0]):
+                    raise InvalidRequestError("messages: the chat template cut through a text that spells a special token")
+                inside = not inside
+                continue
+            text.append(piece)
+            masked.append("\0" * len(piece) if inside else piece)
+        if inside:
+            raise InvalidRequestError("messages: the chat template cut through a text that spells a special token")
+        return "".join(text), "".join(masked)
+
+
+def _checked(text: str, number: int) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"message {number}: the text holds half of a surrogate pair") from None
+    return text
+
+
+def _read_json(folder: Path, name: str, *, required: bool = True) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / name).read_bytes())
+    except FileNotFoundError:
+        if not required:
+            return {}
+        raise ConfigError("--model", str(folder), f"has no {name}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError("--model", str(folder), f"{name} cannot be read: {type(error).__name__}") from None
+    if not isinstance(content, dict):
+        raise ConfigError("--model", str(folder), f"{name} holds no JSON object")
+    return content
+
+
+def _read_tokenizers(folder: Path, image_token_id: int) -> tuple[Tokenizer, Tokenizer]:
+    """The checkpoint's tokenizer, and one that takes special tokens and the placeholder for plain text."""
+    content = _read_json(folder, "tokenizer.json")
+    for token in content.get("added_tokens") or []:
+        # Only special tokens can be turned off, and some checkpoints have a placeholder that is not special.
+        token["special"] = token.get("special") or token.get("id") == image_token_id
+    try:
+        own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        plain = Tokenizer.from_str(json.dumps(content))
+    except Exception as error:  # the bindings raise bare Exception
+        raise ConfigError("--model", str(folder), f"tokenizer.json cannot be read: {error}") from None
+    plain.encode_special_tokens = True
+    for tokenizer in (own, plain):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    return own, plain
+
+
+def _image_token_id(folder: Path, config: dict[str, Any]) -> int:
+    value = config.get("image_token_id", config.get("image_token_index"))
+    if type(value) is not int:
+        raise ConfigError("--model", str(folder), "config.json has no image_token_id")
+    return value
+
+
+def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Named special tokens, written as a string or as an object with the string in it."""
+    values = {name: tokenizer_config.get(name) for name in _SPECIAL_NAMES}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _eos_token_ids(
+    folder: Path, config: dict[str, Any], tokenizer: Tokenizer, special_tokens: dict[str, str]
+) -> frozenset[int]:
+    """From generation_config.json, else config.json, else its text_config, else the tokenizer's own."""
+    sources = (_read_json(folder, "generation_config.json", required=False), config, config.get("text_config") or {})
+    for source in sources:
+        value = source.get("eos_token_id")
+        if value is not None:
+            return frozenset(value if isinstance(value, list) else [value])
+    own = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
+    return frozenset() if own is None else frozenset([own])

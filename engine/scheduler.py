@@ -1,0 +1,591 @@
+"""Decides, step by step, which tokens of which requests are computed.
+
+One token budget, no separate prefill and decode modes: a request has tokens that are known (prompt, and output so far)
+and tokens that are computed, and a step closes some of the gap. Three phases: running requests, waiting ones, and the
+output that the runner acts on. The design is vLLM V1's (`v1/core/sched/scheduler.py`).
+
+What keeps a request from running does not block the others: it is *parked*, WAITING_FOR_ENCODER_CACHE while an item of
+its is looked up or loaded, WAITING_FOR_REMOTE_KVS while its blocks are pulled. A request is computed as far as its first
+absent item; items whose look-up says no are named to the caller (`missing`), and the request ends.
+
+Holding things cannot deadlock: a request holds at most the item that it needs next and KV blocks. Blocks of parked and
+running requests can be taken (preemption: recompute later), and items that only waiting requests hold can be taken too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from connectors.ec.base import ECConnectorBase, ECConnectorOutput, ECItem
+from connectors.kv.base import KVConnectorBase, KVConnectorOutput
+from core.errors import TriptychError
+from core.types import FinishReason, PlacedFeature, Span, Usage
+from engine.encode_queue import EncodeQueue
+from engine.encoder_cache_manager import EncoderCacheManager
+from engine.kv_cache_manager import KVCacheManager
+from engine.protocol import EngineCoreOutput, EngineCoreRequest, EngineStats, ErrorKind
+from engine.request import Ended, Request, RequestStatus
+from engine.scheduler_output import CachedRequestData, ItemUse, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.settings import SchedulerSettings
+from engine.stats import StatsCollector
+
+_PARKED = (RequestStatus.WAITING_FOR_ENCODER_CACHE, RequestStatus.WAITING_FOR_REMOTE_KVS)
+
+
+class Scheduler:
+    """All state of an engine's requests. Every method runs on the step thread and none of them does I/O."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        kv: KVCacheManager,
+        cache: EncoderCacheManager,
+        ec_connector: ECConnectorBase,
+        kv_connector: KVConnectorBase | None,
+    ) -> None:
+        self.settings = settings
+        self.kv = kv
+        self.cache = cache
+        self.stats = StatsCollector()
+        self._ec = ec_connector
+        self._kv_connector = kv_connector
+        self.encodes = EncodeQueue(
+            cache,
+            ec_connector,
+            self.stats,
+            max_batched_embeds=settings.max_num_batched_tokens,
+            where=settings.where,
+        )
+        self._requests: dict[str, Request] = {}
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._parked: dict[str, Request] = {}
+        self._known: set[str] = set()  # requests whose state the runner holds
+        self._forget: list[str] = []  # requests that the runner must drop
+        self._ready_outputs: list[EngineCoreOutput] = []  # ends that no model run brings
+        self._load_started: dict[str, float] = {}  # item key -> time
+        self._evictions_counted = 0
+
+    # ---- requests come and go ----
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests) + len(self.encodes)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step may bring something now or soon: requests, saves under way, pulls to let go of, ends to tell."""
+        return bool(
+            self._requests or self.encodes.num_unfinished_jobs or self._ready_outputs or self._forget or self._load_started
+        )
+
+    @property
+    def can_step(self) -> bool:
+        """Whether the next step may compute something, as against wait for a look-up, a load or a pull."""
+        return bool(self._running or self._waiting or self._ready_outputs)
+
+    def add_request(self, made: EngineCoreRequest) -> None:
+        """Take a request. One that cannot be served ends with an error in the next step's outputs."""
+        if self.num_requests >= self.settings.max_waiting:
+            self.refuse(made.request_id, ErrorKind.OVERLOADED, f"{self.num_requests} requests are held, the limit")
+            return
+        if made.image is not None and made.feature is not None:
+            if made.feature.num_embeds > self.cache.num_rows:
+                self.refuse(made.request_id, ErrorKind.INVALID_REQUEST, self._too_large(made.feature.num_embeds))
+            else:
+                self.encodes.add(made)
+            return
+        if self._kv_connector is None and (made.hand_over or made.kv is not None):
+            self.refuse(made.request_id, ErrorKind.INCOMPATIBLE, "this worker has no KV connector (--kv-role)")
+            return
+        request = Request.from_core(made, self.settings.max_model_len)
+        for placed in request.features:
+            if placed.feature.num_embeds > self.cache.num_rows:
+                self.refuse(made.request_id, ErrorKind.INVALID_REQUEST, self._too_large(placed.feature.num_embeds))
+                return
+            # Begins the look-up, so that its answer is there when the request's turn comes.
+            if request.kv is None and not self.cache.is_ready(placed.feature.key):
+                self._ec.has_cache_item(placed.feature.key)
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+        self.stats.count("prompt_tokens_total", request.num_prompt_tokens)
+
+    def abort(self, request_id: str) -> None:
+        """End a request without an answer and free all that it holds. Unknown ids are ignored."""
+        if self.encodes.abort(request_id):
+            return
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            # The connector may be writing into its blocks; they are freed when it reports that it has stopped.
+            assert self._kv_connector is not None
+            if not request.aborted:
+                self._kv_connector.cancel_recv(request_id)
+                request.aborted = True
+            return
+        self._remove(request)
+        self._end(request, Ended(RequestStatus.FINISHED_ABORTED), tell=False)
+
+    def release(self, request_id: str) -> None:
+        """The router gave up the handle of a finished prefill. Unknown ids are ignored."""
+        if self._kv_connector is not None and self.kv.has_lease(request_id):
+            self._kv_connector.release(request_id)
+
+    # ---- phase one to three ----
+
+    def schedule(self) -> SchedulerOutput:
+        """This step's work. The runner must execute it, and `update_from_output` must follow."""
+        out = SchedulerOutput()
+        self._ready_outputs += self.encodes.schedule(out)
+        self._unpark()
+        preemptions = self.stats.counters["num_preemptions_total"]
+        budget = self._schedule_running(out, self.settings.max_num_batched_tokens)
+        if self.stats.counters["num_preemptions_total"] == preemptions:
+            self._schedule_waiting(out, budget)  # else it would give back what was just taken
+        out.finished_request_ids, self._forget = self._forget, []
+        out.ec_metadata = self._ec.build_connector_meta()
+        if self._kv_connector is not None:
+            out.kv_metadata = self._kv_connector.build_connector_meta()
+        return out
+
+    def _schedule_running(self, out: SchedulerOutput, budget: int) -> int:
+        i = 0
+        while i < len(self._running) and budget > 0:
+            request = self._running[i]
+            wanted = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_tokens, uses = self._fit_items(request, wanted)
+            if num_tokens == 0:
+                del self._running[i]
+                self._park_for_items(request)
+                continue
+            blocks = self._allocate_or_preempt(request, num_tokens)
+            if blocks is None:
+                continue  # the request itself was preempted and is gone from the list
+            i = self._running.index(request) + 1  # preemption may have shortened the list before it
+            self._put(out, request, num_tokens, blocks, uses)
+            budget -= num_tokens
+        return budget
+
+    def _schedule_waiting(self, out: SchedulerOutput, budget: int) -> None:
+        while self._waiting and budget > 0:
+            request = self._waiting[0]
+            if request.kv is not None:
+                if self._order_pull(request) or self._free_others(request):
+                    continue
+                return
+            if request.request_id not in self._known and len(self._known) >= self.settings.max_num_seqs:
+                return
+            wanted = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_tokens, uses = self._fit_items(request, wanted)
+            if num_tokens == 0:
+                self._waiting.popleft()
+                self._park_for_items(request)
+                continue
+            blocks = self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens)
+            if blocks is None:
+                if self._free_others(request):
+                    continue
+                return  # first come, first served: nobody overtakes the one that waits for room
+            self._waiting.popleft()
+            self._running.append(request)
+            if not request.scheduled_s:
+                request.scheduled_s = time.time()
+                self.stats.observe("stage_queue_seconds", request.scheduled_s - request.arrival_s)
+            if request.recomputes:
+                request.recomputes = False
+                self.stats.count("kv_recomputations_total")
+            request.status = RequestStatus.RUNNING
+            self._put(out, request, num_tokens, blocks, uses)
+            budget -= num_tokens
+
+    def _put(
+        self, out: SchedulerOutput, request: Request, num_tokens: int, new_blocks: list[int], uses: list[ItemUse]
+    ) -> None:
+        out.num_scheduled_tokens[request.request_id] = num_tokens
+        out.item_uses += uses
+        if request.request_id in self._known:
+            cached: CachedRequestData = out.cached_requests
+            cached.request_ids.append(request.request_id)
+            cached.new_block_ids.append(new_blocks)
+            cached.num_computed_tokens.append(request.num_computed_tokens)
+            return
+        self._known.add(request.request_id)
+        out.new_requests.append(
+            NewRequestData(
+                request.request_id,
+                request.prompt_token_ids,
+                list(request.output_token_ids),
+                request.features,
+                request.sampling,
+                list(request.stop_ids),
+                list(request.block_ids),
+                request.num_computed_tokens,
+            )
+        )
+
+    # ---- KV blocks ----
+
+    def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
+        while True:
+            blocks = self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens)
+            if blocks is not None:
+                return blocks
+            victim = self._victim()
+            self._preempt(victim)
+            if victim is request:
+                return None
+
+    def _victim(self) -> Request:
+        """Who gives up its blocks: a parked request that holds some, the latest first; else the latest that runs."""
+        for request in reversed(self._parked.values()):
+            if request.status is RequestStatus.WAITING_FOR_ENCODER_CACHE and request.block_ids:
+                return request
+        return self._running[-1]
+
+    def _free_others(self, request: Request) -> bool:
+        """The first waiting request finds no room while nothing runs that would make some: preempt whoever holds blocks
+        without running, the latest first. False where nobody does, or where something runs."""
+        if self._running:
+            return False
+        for other in (*reversed(self._parked.values()), *reversed(self._waiting)):
+            pulling = other.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            if other is not request and other.block_ids and not pulling:
+                self._preempt(other)
+                # It went to the front; the one that was there comes first.
+                self._waiting.remove(request)
+                self._waiting.appendleft(request)
+                return True
+        return False
+
+    def _preempt(self, request: Request) -> None:
+        self._remove(request)
+        self.kv.free(request)
+        self._let_go_items(request)
+        self._forget_in_runner(request)
+        request.num_computed_tokens = 0
+        request.recomputes = True
+        request.status = RequestStatus.PREEMPTED
+        self._waiting.appendleft(request)
+        self.stats.count("num_preemptions_total")
+
+    def _order_pull(self, request: Request) -> bool:
+        """Park the first waiting request for its remote blocks. False where there is no room for them yet."""
+        assert request.kv is not None
+        assert self._kv_connector is not None
+        try:
+            num_tokens = self._kv_connector.get_num_new_matched_tokens(request.kv)
+        except TriptychError as error:
+            self._waiting.popleft()
+            self._end(request, Ended(
+                RequestStatus.FINISHED_ERROR, error_kind=ErrorKind.INCOMPATIBLE, error=str(error)
+            ))
+            return True
+        if num_tokens != request.num_tokens - 1:
+            self._waiting.popleft()
+            self._end(request, Ended(
+                RequestStatus.FINISHED_ERROR,
+                error_kind=ErrorKind.INVALID_REQUEST,
+                error=f"the KV handle brings {num_tokens} tokens, the request has {request.num_tokens} and needs one less",
+            ))
+            return True
+        if self.kv.allocate_slots(request, num_tokens) is None:
+            return False
+        self._waiting.popleft()
+        self._kv_connector.update_state_after_alloc(request.request_id, request.kv, list(request.block_ids))
+        self._park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
+        return True
+
+    # ---- encoder items ----
+
+    def _fit_items(self, request: Request, num_tokens: int) -> tuple[int, list[ItemUse]]:
+        """Cut a chunk off at its first item that is not in the buffer. The items within the chunk are held."""
+        start = request.num_computed_tokens
+        uses: list[ItemUse] = []
+        for placed in request.features:
+            if placed.end <= start:
+                continue
+            if placed.offset >= start + num_tokens:
+                break
+            key = placed.feature.key
+            if not self.cache.is_ready(key):
+                num_tokens = max(placed.offset - start, 0)
+                break
+            self.cache.hold(key, request.request_id)
+            request.held_items.add(key)
+            first = max(placed.offset, start)
+            last = min(placed.end, start + num_tokens)
+            row = self.cache.where(key).start + first - placed.offset
+            uses.append(ItemUse(request.request_id, first, last - first, row))
+        return num_tokens, uses
+
+    def _park_for_items(self, request: Request) -> None:
+        self._park(request, RequestStatus.WAITING_FOR_ENCODER_CACHE)
+        self._advance(request)
+
+    def _park(self, request: Request, status: RequestStatus) -> None:
+        request.status = status
+        request.parked_s = time.time()
+        self._parked[request.request_id] = request
+
+    def _unpark(self) -> None:
+        """Send on the parked requests that have what they waited for."""
+        # Each goes to the front of the queue, so the one that parked first is taken last.
+        for request in reversed(list(self._parked.values())):
+            if request.status is RequestStatus.WAITING_FOR_ENCODER_CACHE:
+                self._advance(request)
+
+    def _advance(self, request: Request) -> None:
+        """Look at the items that a parked request still needs: order loads, send it on, or end it as missing."""
+        needed = [p for p in request.features if p.end > request.num_computed_tokens]
+        undecided, missing = False, []
+        for i, placed in enumerate(needed):
+            key = placed.feature.key
+            if self.cache.is_ready(key):
+                if i == 0:
+                    self.cache.hold(key, request.request_id)
+                    request.held_items.add(key)
+            elif not self.cache.is_filling(key) and not self.encodes.makes(key):
+                present = self._ec.has_cache_item(key)
+                if present is None:
+                    undecided = True
+                elif present:
+                    self._order_load(request, placed, first=i == 0)
+                elif key not in missing:
+                    missing.append(key)
+        if missing and not undecided:
+            self.stats.count("ec_misses_total", len(missing))
+            del self._parked[request.request_id]
+            self._end(request, Ended(RequestStatus.FINISHED_ERROR, missing=missing))
+        elif needed and self.cache.is_ready(needed[0].feature.key):
+            del self._parked[request.request_id]
+            request.status = RequestStatus.WAITING
+            self._waiting.appendleft(request)
+
+    def _order_load(self, request: Request, placed: PlacedFeature, *, first: bool) -> None:
+        feature = placed.feature
+        where = self.cache.allocate(feature.key, feature.num_embeds)
+        if where is None and first and self._take_items_of_waiting(request):
+            where = self.cache.allocate(feature.key, feature.num_embeds)
+        if where is None:
+            return  # tried again in the next step
+        if first:
+            self.cache.hold(feature.key, request.request_id)
+            request.held_items.add(feature.key)
+        self._ec.update_state_after_alloc(ECItem(feature.key, feature.num_embeds), where)
+        self._load_started[feature.key] = time.time()
+        self.stats.count("ec_hits_total")
+
+    def _take_items_of_waiting(self, request: Request) -> bool:
+        """A request that has KV blocks needs room in the buffer: take the items of those that have none."""
+        if not request.block_ids:
+            return False
+        taken = False
+        for other in (*self._waiting, *self._parked.values()):
+            if other is not request and other.held_items and not other.block_ids:
+                self._let_go_items(other)
+                taken = True
+        return taken
+
+    def _let_go_items(self, request: Request) -> None:
+        for key in request.held_items:
+            self.cache.let_go(key, request.request_id)
+        request.held_items.clear()
+
+    # ---- results ----
+
+    def update_from_output(self, out: SchedulerOutput, made: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Take a step's results; return what there is to tell."""
+        outputs = self.encodes.update(made)
+        if made.ec is not None:
+            self._take_ec_output(made.ec)
+        if made.kv is not None:
+            self._take_kv_output(made.kv)
+        for request_id, num_tokens in out.num_scheduled_tokens.items():
+            request = self._requests[request_id]
+            request.num_computed_tokens += num_tokens
+            for placed in request.features:
+                if placed.end <= request.num_computed_tokens and placed.feature.key in request.held_items:
+                    later = any(p.feature.key == placed.feature.key and p.end > placed.end for p in request.features)
+                    if not later:
+                        self.cache.let_go(placed.feature.key, request_id)
+                        request.held_items.discard(placed.feature.key)
+            token = made.sampled.get(request_id)
+            if token is not None:
+                self._take_token(request, token)
+        self.stats.count("ec_evictions_total", self.cache.num_evictions - self._evictions_counted)
+        self._evictions_counted = self.cache.num_evictions
+        ready, self._ready_outputs = self._ready_outputs, []
+        return outputs + ready
+
+    def _take_token(self, request: Request, token: int) -> None:
+        request.output_token_ids.append(token)
+        self.stats.count("generation_tokens_total")
+        now = time.time()
+        if not request.first_token_s:
+            request.first_token_s = now
+            if request.num_cached_tokens == 0:
+                request.spans.append(Span("queue", request.arrival_s, request.scheduled_s, self.settings.where))
+                request.spans.append(self._span("prefill", request.scheduled_s))
+            if request.num_given_tokens == 0:
+                self.stats.observe("time_to_first_token_seconds", now - request.arrival_s)
+        ended = self._stops(request, token)
+        if ended is None and request.hand_over:
+            ended = Ended(RequestStatus.FINISHED_LENGTH)
+        if ended is None:
+            self._ready_outputs.append(EngineCoreOutput(request.request_id, new_token_ids=[token]))
+            return
+        num_made = len(request.output_token_ids) - request.num_given_tokens
+        if num_made > 1:
+            per_token = (now - request.first_token_s) / (num_made - 1)
+            self.stats.observe("time_per_output_token_seconds", per_token)
+        self.stats.observe("e2e_request_latency_seconds", now - request.arrival_s)
+        self._remove(request)
+        self._end(request, ended, new_token_ids=[token])
+
+    def _stops(self, request: Request, token: int) -> Ended | None:
+        if token in request.stop_ids:
+            return Ended(RequestStatus.FINISHED_STOPPED, FinishReason.STOP)
+        if request.num_tokens >= request.max_total_tokens:
+            return Ended(RequestStatus.FINISHED_LENGTH, FinishReason.LENGTH)
+        return None
+
+    def _take_ec_output(self, made: ECConnectorOutput) -> None:
+        self._ec.update_connector_output(made)
+        self.stats.count("ec_bytes_total", made.bytes_loaded + made.bytes_saved)
+        for seconds in made.seconds_loading:
+            self.stats.observe("ec_load_seconds", seconds)
+        for seconds in made.seconds_saving:
+            self.stats.observe("ec_save_seconds", seconds)
+        started_s = {key: self._load_started.pop(key) for key in (*made.finished_loading, *made.failed_loading)}
+        for key in made.finished_loading:
+            self.cache.set_ready(key)
+        for key in made.failed_loading:
+            self.stats.count("ec_load_failures_total")
+            self.cache.drop(key)
+        for request in self._parked.values():
+            for placed in request.features:
+                if placed.feature.key in started_s:
+                    request.spans.append(self._span("ec_load", started_s[placed.feature.key]))
+                    break
+
+    def _take_kv_output(self, made: KVConnectorOutput) -> None:
+        assert self._kv_connector is not None
+        self._kv_connector.update_connector_output(made)
+        self.stats.count("kv_transfer_bytes_total", made.bytes_received)
+        self.stats.count("kv_leases_expired_total", len(made.expired_sending))
+        for seconds in made.seconds_receiving:
+            self.stats.observe("kv_transfer_seconds", seconds)
+        for request_id in made.finished_sending:
+            self.kv.end_lease(request_id)
+        for request_id in made.finished_recving:
+            self._pulled(request_id, "")
+        for request_id, reason in made.failed_recving.items():
+            self._pulled(request_id, reason)
+
+    def _pulled(self, request_id: str, problem: str) -> None:
+        request = self._parked.pop(request_id)
+        if request.aborted:
+            self._end(request, Ended(RequestStatus.FINISHED_ABORTED), tell=False)
+            return
+        request.kv = None
+        if not problem:
+            request.spans.append(self._span("kv_transfer", request.parked_s))
+            request.num_computed_tokens = request.num_cached_tokens = request.num_tokens - 1
+        else:
+            self.stats.count("kv_transfer_failures_total")
+            self.kv.free(request)
+            if self.settings.kv_load_failure_policy == "fail":
+                self._end(request, Ended(
+                    RequestStatus.FINISHED_ERROR,
+                    error_kind=ErrorKind.UNAVAILABLE,
+                    error=f"the KV blocks could not be pulled: {problem}",
+                ))
+                return
+            request.recomputes = True
+        request.status = RequestStatus.WAITING
+        self._waiting.appendleft(request)
+
+    # ---- ends ----
+
+    def _remove(self, request: Request) -> None:
+        """Take a request out of whichever list it is in."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        elif request.status in _PARKED:
+            del self._parked[request.request_id]
+        else:
+            self._waiting.remove(request)
+
+    def _end(self, request: Request, ended: Ended, *, new_token_ids: list[int] | None = None, tell: bool = True) -> None:
+        """The one way out: everything that a request holds is freed here. It must be in no list any more."""
+        request.status = ended.status
+        self._let_go_items(request)
+        if request.hand_over and ended.status is RequestStatus.FINISHED_LENGTH and ended.reason is None:
+            assert self._kv_connector is not None
+            ended.kv = self._kv_connector.request_finished(
+                request.request_id, list(request.block_ids), request.num_computed_tokens
+            )
+            self.kv.lease(request)
+        else:
+            self.kv.free(request)
+        self._forget_in_runner(request)
+        del self._requests[request.request_id]
+        self._ec.request_finished(request.request_id)
+        if not tell:
+            return
+        if request.first_token_s and not request.hand_over:
+            pulled = request.num_cached_tokens > 0
+            request.spans.append(self._span("decode", request.scheduled_s if pulled else request.first_token_s))
+        self._ready_outputs.append(
+            EngineCoreOutput(
+                request.request_id,
+                new_token_ids=new_token_ids or [],
+                finished=True,
+                finish_reason=ended.reason,
+                kv=ended.kv,
+                missing=ended.missing,
+                error_kind=ended.error_kind,
+                error=ended.error,
+                spans=request.spans,
+                usage=Usage(
+                    prompt_tokens=request.num_prompt_tokens,
+                    completion_tokens=len(request.output_token_ids),
+                    cached_tokens=request.num_cached_tokens if request.num_given_tokens == 0 else 0,
+                    image_tokens=request.image_tokens,
+                ),
+            )
+        )
+
+    def _forget_in_runner(self, request: Request) -> None:
+        if request.request_id in self._known:
+            self._known.discard(request.request_id)
+            self._forget.append(request.request_id)
+
+    def refuse(self, request_id: str, kind: ErrorKind, reason: str) -> None:
+        """End a request that was never taken, in the next step's outputs."""
+        self._ready_outputs.append(EngineCoreOutput(request_id, finished=True, error_kind=kind, error=reason))
+
+    def _too_large(self, num_embeds: int) -> str:
+        return f"image has {num_embeds} embeddings, the encoder buffer holds {self.cache.num_rows} (--encoder-cache-bytes)"
+
+    def _span(self, name: str, start_s: float, note: str = "") -> Span:
+        return Span(name, start_s, time.time(), self.settings.where, note)
+
+    # ---- state ----
+
+    def make_stats(self) -> EngineStats:
+        """The state after a step."""
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(self._parked) + len(self.encodes),
+            kv_blocks_total=self.kv.pool.num_blocks,
+            kv_blocks_held=self.kv.pool.num_held,
+            kv_leases=self.kv.num_leases,
+            encoder_cache_bytes_total=self.cache.num_rows * self.cache.row_bytes,
+            encoder_cache_bytes_held=self.cache.bytes_held,
+            encoder_cache_items=self.cache.num_items,
+            counters=dict(self.stats.counters),
+            observations=self.stats.take_observations(),
+        )

@@ -1,0 +1,88 @@
+"""The two structures inside an engine: what a step is to do, and what it did.
+
+New requests cross in full, running ones as differences, so that a runner in another process keeps its own copy of each
+request's state. Fields are only ever appended.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from connectors.ec.base import BufferSlice, ECConnectorMetadata, ECConnectorOutput
+from connectors.kv.base import KVConnectorMetadata, KVConnectorOutput
+from core.types import Feature, PlacedFeature, SamplingParams
+
+
+class NewRequestData(msgspec.Struct, array_like=True):
+    """A request that the runner has not seen, or has forgotten after a preemption."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    features: list[PlacedFeature]
+    sampling: SamplingParams
+    stop_ids: list[int]  # not to be sampled before `min_tokens`
+    block_ids: list[int]
+    num_computed_tokens: int
+
+
+class CachedRequestData(msgspec.Struct, array_like=True):
+    """What changed for requests that the runner knows. The lists run in parallel."""
+
+    request_ids: list[str] = []
+    new_block_ids: list[list[int]] = []
+    num_computed_tokens: list[int] = []
+
+
+class ItemUse(msgspec.Struct, array_like=True):
+    """A stretch of a request's tokens that takes its embeddings from the encoder buffer."""
+
+    request_id: str
+    first_token: int  # index within the request
+    num_tokens: int
+    first_row: int  # row of the buffer
+
+
+class ImageToEncode(msgspec.Struct, array_like=True):
+    """A prepared image that goes through the vision tower in this step, into these rows."""
+
+    feature: Feature
+    where: BufferSlice
+
+
+class ImageToPrepare(msgspec.Struct, array_like=True):
+    """An image file to decode and preprocess in the background."""
+
+    feature: Feature
+    image: bytes
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True):
+    """One step's work."""
+
+    new_requests: list[NewRequestData] = []
+    cached_requests: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = {}  # in the order in which the requests were scheduled
+    item_uses: list[ItemUse] = []
+    prepare: list[ImageToPrepare] = []
+    forget_prepared: list[str] = []  # keys whose image nobody wants any more
+    encode: list[ImageToEncode] = []
+    save: dict[str, BufferSlice] = {}  # items that are in the buffer and go to the store
+    finished_request_ids: list[str] = []
+    ec_metadata: ECConnectorMetadata | None = None
+    kv_metadata: KVConnectorMetadata | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True):
+    """What a step brought. `sampled` holds the requests whose last known token was computed: one new token each."""
+
+    sampled: dict[str, int] = {}
+    prepared: list[str] = []
+    failed_prepare: dict[str, str] = {}  # key -> what is wrong with the image
+    encoded: dict[str, str] = {}  # key -> "" or what went wrong
+    ec: ECConnectorOutput | None = None
+    kv: KVConnectorOutput | None = None

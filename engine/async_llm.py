@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import msgspec
@@ -74,9 +74,7 @@ class AsyncLLM:
     def __init__(self, config: EngineConfig, client: AsyncMPClient, info: EngineInfo) -> None:
         self.config = config
         self.info = info
-        self.stats = EngineStats(
-            kv_blocks_total=info.num_blocks, encoder_cache_bytes_total=info.encoder_cache_bytes
-        )
+        self.stats = EngineStats(kv_blocks_total=info.num_blocks, encoder_cache_bytes_total=info.encoder_cache_bytes)
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.prompts: PromptProcessor | None = None
         if config.ec_role.consumes:
@@ -132,7 +130,7 @@ class AsyncLLM:
                 return EncodeOutput(feature, output.encoded_cached, output.spans)
         raise EngineError("the encode request ended without an answer")
 
-    async def generate(self, request: EngineCoreRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: EngineCoreRequest) -> AsyncGenerator[RequestOutput, None]:
         """Tokens and text until the last item, which has `finished` or `missing`. Raises TriptychError; closing the
         iterator aborts the request."""
         if self.prompts is None:
@@ -186,7 +184,7 @@ class AsyncLLM:
         if placed.end > num_tokens:
             raise InvalidRequestError(f"{part}: ends at token {placed.end} of a prompt of {num_tokens}")
 
-    async def _submit(self, request: EngineCoreRequest) -> AsyncIterator[EngineCoreOutput]:
+    async def _submit(self, request: EngineCoreRequest) -> AsyncGenerator[EngineCoreOutput, None]:
         if self._dead.done():
             raise StageUnavailableError(self.config.where, self._dead.result())
         if request.request_id in self._streams:

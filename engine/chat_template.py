@@ -69,7 +69,7 @@ class ChatTemplate:
             raise InvalidRequestError(f"messages: the chat template failed on them: {type(error).__name__}") from None
 
     def _takes_parts(self) -> bool:
-        """Whether the template reads a content that is a list of parts. Text-only ones print such a list as it stands."""
+        """Whether the template reads a content that is a list of parts. Text-only ones print the list as it stands."""
         try:
             text = self.render([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
         except InvalidRequestError:
@@ -77,8 +77,10 @@ class ChatTemplate:
         return _PROBE in text and "'type'" not in text and '"type"' not in text
 
 
-def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """The template of a checkpoint: chat_template.jinja, else chat_template.json, else the one in tokenizer_config.json.
+def read_chat_template(
+    model_dir: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate:
+    """The template of a checkpoint: in chat_template.jinja, else chat_template.json, else tokenizer_config.json.
 
     Raises:
         ConfigError: there is none, or it is broken.

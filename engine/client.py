@@ -1,6 +1,7 @@
 """EngineCoreClient: how a process talks to an engine that lives in another one.
 
-`AsyncMPClient` starts `engine.core_process` and speaks msgpack over two ZMQ sockets in a private folder: ROUTER in, PULL out.
+`AsyncMPClient` starts `engine.core_process` and speaks msgpack over two ZMQ sockets in a private folder: ROUTER in,
+PULL out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Awaitable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -25,6 +28,10 @@ from engine.wire import ENGINE_IDENTITY, EngineStart, Fatal, InMessage, OutMessa
 #: A start reads and digests all weights; a large checkpoint on a slow disk takes minutes.
 START_TIMEOUT_S = 900.0
 _STOP_TIMEOUT_S = 10.0
+#: OpenMP threads that spin while they wait take the cores from the other stages on the same machine: with four processes
+#: on two cores a request took thirty times as long. The environment may say otherwise.
+_OMP_WAIT_POLICY = "PASSIVE"
+T = TypeVar("T")
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -58,7 +65,8 @@ class AsyncMPClient:
             "-m",
             "engine.core_process",
             stdin=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C in a terminal is for us: we drain, then stop the engine
+            env={"OMP_WAIT_POLICY": _OMP_WAIT_POLICY, **os.environ, "PYTHONPATH": path},
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(EngineStart(self._config, *addresses)) + b"\n")
@@ -112,7 +120,8 @@ class AsyncMPClient:
     async def _send(self, message: InMessage) -> None:
         await self._input.send_multipart([ENGINE_IDENTITY, self._encode(message)], copy=False)
 
-    async def _until_dead(self, receive: asyncio.Future[bytes] | asyncio.Future[list[bytes]]) -> bytes:
+    async def _until_dead(self, receiving: Awaitable[T]) -> T:
+        receive = asyncio.ensure_future(receiving)
         assert self._exit is not None
         await asyncio.wait({receive, self._exit}, return_when=asyncio.FIRST_COMPLETED)
         if not receive.done():
@@ -121,8 +130,7 @@ class AsyncMPClient:
         if not receive.done():
             receive.cancel()
             raise EngineError(f"the engine's process ended with code {self._exit.result()}")
-        result = receive.result()
-        return result if isinstance(result, bytes) else b""
+        return receive.result()
 
 
 def _start_error(failed: Fatal) -> Exception:

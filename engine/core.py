@@ -1,7 +1,8 @@
 """EngineCore: one model, one scheduler, one runner. `step()` is schedule, execute, update.
 
-The same class serves all three stages; the roles say which weights it loads and which caches it has. It lives in a process
-of its own behind a client (`engine/core_process.py`, `engine/client.py`), or in the caller's (`engine/inproc_client.py`).
+The same class serves all three stages; the roles say which weights it loads and which caches it has. It lives in a
+process of its own behind a client (`engine/core_process.py`, `engine/client.py`), or in the caller's
+(`engine/inproc_client.py`).
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from engine.wire import ENGINE_IDENTITY, EngineStart, Fatal, InMessage, OutMessa
 
 logger = logging.getLogger(__name__)
 
-#: With nothing to compute but something in the background, look again after so long even without being woken: connectors
-#: need not call `notify`, and leases end by themselves.
+#: With nothing to compute but something in the background, look again after so long even without being woken:
+#: connectors need not call `notify`, and leases end by themselves.
 _IDLE_POLL_MS = 5
 _LEASE_POLL_MS = 200
 #: Steps that end nothing still tell the state this often.

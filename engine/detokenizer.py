@@ -20,7 +20,7 @@ _REPLACEMENT = "\ufffd"
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: the printable character that stands for each byte in the vocabulary of a byte-level tokenizer."""
+    """GPT-2's alphabet: the printable character that stands for each byte in a byte-level tokenizer's vocabulary."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -32,7 +32,7 @@ _BYTES = _byte_of_character()
 
 
 class IncrementalDetokenizer:
-    """Text of one request's output. Used by one task at a time; a push costs what its tokens cost, not what came before.
+    """Text of one request's output. Used by one task at a time; what a push costs does not depend on the output so far.
 
     Args:
         tokenizer: only read, so all requests may share one.
@@ -41,9 +41,7 @@ class IncrementalDetokenizer:
             back comes with the next push here.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, prior_token_ids: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, prior_token_ids: Sequence[int] = ()) -> None:
         decoder = _ByteLevel if isinstance(tokenizer.decoder, decoders.ByteLevel) else _Window
         self._decoder: _ByteLevel | _Window = decoder(tokenizer, skip_special_tokens)
         self.push(prior_token_ids)
@@ -58,7 +56,7 @@ class IncrementalDetokenizer:
 
 
 class _ByteLevel:
-    """Exact for any bytes: both Python's decoder and the tokenizer's replace each maximal part of a broken character."""
+    """Exact for any bytes: Python's decoder and the tokenizer's both replace each maximal part of a broken one."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer

@@ -167,15 +167,17 @@ class EncodeQueue:
             self._cache.hold(key, _SAVE)
             self._enter(job, _State.SAVING)
         if made.ec is not None:
-            for key in made.ec.finished_saving:
+            saving = {key for key, job in self._jobs.items() if job.state is _State.SAVING}
+            for key in saving.intersection(made.ec.finished_saving):
                 self._cache.let_go(key, _SAVE)
                 job = self._jobs[key]
                 job.spans.append(self._span("ec_save", job.since_s, ""))
                 done += self._finish(key)
-            for key, reason in made.ec.failed_saving.items():
+            for key in saving.intersection(made.ec.failed_saving):
                 self._cache.let_go(key, _SAVE)
                 self._stats.count("ec_save_failures_total")
-                done += self._fail(key, ErrorKind.UNAVAILABLE, f"the encoder cache was not written: {reason}")
+                reason = f"the encoder cache was not written: {made.ec.failed_saving[key]}"
+                done += self._fail(key, ErrorKind.UNAVAILABLE, reason)
         return done
 
     def _enter(self, job: _Job, state: _State) -> None:
@@ -186,14 +188,17 @@ class EncodeQueue:
         return Span(name, start_s, time.time(), self._where, note)
 
     def _finish(self, key: str) -> list[EngineCoreOutput]:
-        return self._end(key, lambda job, i: EngineCoreOutput(
-            job.waiters[i], finished=True, encoded_cached=i > 0 or not job.tower_ran, spans=job.spans
-        ))
+        return self._end(
+            key,
+            lambda job, i: EngineCoreOutput(
+                job.waiters[i], finished=True, encoded_cached=i > 0 or not job.tower_ran, spans=job.spans
+            ),
+        )
 
     def _fail(self, key: str, kind: ErrorKind, reason: str) -> list[EngineCoreOutput]:
-        return self._end(key, lambda job, i: EngineCoreOutput(
-            job.waiters[i], finished=True, error_kind=kind, error=reason
-        ))
+        return self._end(
+            key, lambda job, i: EngineCoreOutput(job.waiters[i], finished=True, error_kind=kind, error=reason)
+        )
 
     def _end(self, key: str, output: Callable[[_Job, int], EngineCoreOutput]) -> list[EngineCoreOutput]:
         job = self._jobs.pop(key)

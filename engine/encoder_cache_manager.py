@@ -1,8 +1,8 @@
 """What the encoder buffer holds: one fixed device tensor, cut into whole items.
 
 An item is *filling* while a connector or the vision tower writes to it, and *ready* afterwards. A ready item is kept by
-the requests that refer to it and by a save under way; one that nobody keeps stays until its rows are wanted, oldest first.
-Rows are handed out first fit and neighbours that become free are joined.
+the requests that refer to it and by a save under way; one that nobody keeps stays until its rows are wanted, oldest
+first. Rows are handed out first fit and neighbours that become free are joined.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class EncoderCacheManager:
     # ---- changes ----
 
     def allocate(self, key: str, num_rows: int) -> BufferSlice | None:
-        """Room for a new item, which is then filling. Evicts ready items that nobody keeps, oldest first, as few as will
-        do. None where even that is not enough; then nothing was changed."""
+        """Room for a new item, which is then filling. Evicts ready items that nobody keeps, oldest first, as few as
+        will do. None where even that is not enough; then nothing was changed."""
         assert key not in self._items, key
         where = self._take(num_rows)
         if where is None:

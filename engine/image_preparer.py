@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 class ImagePreparer:
     """Keeps prepared images until the tower takes them. `submit`, `poll`, `take` and `forget` on the step thread."""
 
-    def __init__(self, adapter: ModelAdapter, device: torch.device, num_threads: int, notify: Callable[[], None]) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, device: torch.device, num_threads: int, notify: Callable[[], None]
+    ) -> None:
         self._adapter = adapter
         self._device = device
         self._notify = notify

@@ -92,9 +92,7 @@ class InputBatch:
 
     def cut(self, num_scheduled: dict[str, int]) -> StepInputs:
         """Flatten one step."""
-        order = sorted(
-            num_scheduled, key=lambda r: num_scheduled[r] > 1 or not self._num_computed[self._row_of[r]]
-        )
+        order = sorted(num_scheduled, key=lambda r: num_scheduled[r] > 1 or not self._num_computed[self._row_of[r]])
         rows = np.array([self._row_of[request_id] for request_id in order], dtype=np.int64)
         query_lens = np.array([num_scheduled[request_id] for request_id in order], dtype=np.int64)
         computed = self._num_computed[rows]

@@ -18,8 +18,8 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def allocate_slots(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Make room for the request's first `num_tokens` tokens. Returns the new blocks (perhaps none), or None where the
-        pool has too few and nothing was changed."""
+        """Make room for the request's first `num_tokens` tokens. Returns the new blocks (perhaps none), or None where
+        the pool has too few and nothing was changed."""
         needed = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if needed <= 0:
             return []

@@ -1,7 +1,7 @@
 """LLM: an engine in this process, for offline batches and for tests that want no other process.
 
-It imports torch where it is used. Images are encoded into the connector's store first, then the prompts are generated, all
-in one continuous batch.
+It imports torch where it is used. Images are encoded into the connector's store first, then the prompts are generated,
+all in one continuous batch.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ class LLM:
         return [ended[request.request_id] for request in requests]
 
     def _output(self, output: EngineCoreOutput, sampling: SamplingParams) -> RequestOutput:
-        text = self._prompts.tokenizer.decode(
-            output.new_token_ids, skip_special_tokens=sampling.skip_special_tokens
-        )
+        text = self._prompts.tokenizer.decode(output.new_token_ids, skip_special_tokens=sampling.skip_special_tokens)
         return RequestOutput(
             request_id=output.request_id,
             token_ids=output.new_token_ids,
@@ -104,5 +102,3 @@ class LLM:
             spans=output.spans,
             usage=output.usage,
         )
-
-

@@ -1,9 +1,9 @@
 """How large the KV cache and the encoder buffer may be.
 
 What a device has left after the weights and one profiled step is split: the encoder buffer gets what a few steps of
-images need, the KV cache the rest. On a GPU, "left" is what `--gpu-memory-utilization` allows of the whole device. On a CPU
-the stages share the host with each other and with everything else, so a stage takes at most a quarter of what is free,
-and never more than its limits can use.
+images need, the KV cache the rest. On a GPU, "left" is what `--gpu-memory-utilization` allows of the whole device. On
+a CPU the stages share the host with each other and with everything else, so a stage takes at most a quarter of what is
+free, and never more than its limits can use.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def size_caches(needs: CacheNeeds, available: int) -> CacheSizes:
     if needs.num_gpu_blocks is not None:
         if needs.num_gpu_blocks < least:
             raise ConfigError(
-                "--num-gpu-blocks", needs.num_gpu_blocks, f"one request of --max-model-len {needs.max_model_len} needs {least}"
+                "--num-gpu-blocks",
+                needs.num_gpu_blocks,
+                f"one request of --max-model-len {needs.max_model_len} needs {least}",
             )
         return CacheSizes(needs.num_gpu_blocks, rows)
     affordable = max(0, available - rows * needs.row_bytes) // needs.block_bytes

@@ -1,4 +1,5 @@
-"""Executes steps: the vision tower, the language model over flattened tokens, sampling, and the connectors' worker sides."""
+"""Executes steps: the vision tower, the language model over flattened tokens, sampling, and the connectors' worker
+sides."""
 
 from __future__ import annotations
 
@@ -52,9 +53,7 @@ class ModelRunner:
         self.language = language
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._batch = InputBatch(
-            max_num_seqs if language else 0, max_model_len, block_size, adapter.num_position_rows
-        )
+        self._batch = InputBatch(max_num_seqs if language else 0, max_model_len, block_size, adapter.num_position_rows)
         self._preparer = ImagePreparer(adapter, device, _PREPARE_THREADS, notify) if vision else None
         self._ec: ECConnectorBase | None = None
         self._kv: KVConnectorBase | None = None
@@ -78,9 +77,7 @@ class ModelRunner:
             targets["language"] = adapter.language
             if not adapter.ties_embeddings:
                 targets["lm_head"] = adapter.lm_head
-        report = load_weights(
-            weight_files(model_dir), targets, adapter.rename, dtype=adapter.dtype, device=self.device
-        )
+        report = load_weights(weight_files(model_dir), targets, adapter.rename, dtype=adapter.dtype, device=self.device)
         if self.language and adapter.ties_embeddings:
             assert adapter.lm_head is not None
             adapter.lm_head.weight = adapter.language.embed_tokens.weight  # type: ignore[union-attr]
@@ -120,6 +117,8 @@ class ModelRunner:
             )
             self.adapter.logits(self._forward(inputs, [])[-1:])
             self.kv_cache = torch.empty(0)
+        if self.vision:
+            self.adapter.profile_vision(self.max_num_batched_tokens, self.device)
 
     def allocate(self, sizes: CacheSizes) -> None:
         """Make the KV cache and the encoder buffer. Nothing that is served is allocated after this."""

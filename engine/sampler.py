@@ -1,8 +1,10 @@
 """Chooses the next token of every row of a batch.
 
-Greedy rows take the highest logit. Sampling rows go through temperature, top-k and top-p in that order, as transformers'
-warpers and vLLM do, and then draw by the exponential race: the token with the highest `probability / noise` wins, where
-the noise is exponential (Efraimidis and Spirakis, 2006; the Gumbel-max trick in another form).
+Greedy rows take the highest logit. Sampling rows go through temperature, top-k and top-p in that order, as in
+transformers and vLLM, and then draw by the exponential race: the token with the highest `probability / noise` wins,
+where the noise is exponential (Efraimidis and Spirakis, 2006; the Gumbel-max trick in another form). One difference:
+top-k keeps k tokens exactly and top-p a prefix of the same order, the lowest ids first among equal logits, where
+transformers keeps every tie of the k-th.
 
 The noise is a pure function of (seed, index of the output token, token id): a SplitMix64 hash (Steele, Lea and Flood,
 2014), not the state of a generator. So a row's token depends on nothing else in the batch, is the same on every device,
@@ -11,7 +13,9 @@ and another worker that takes over a request continues the same stream.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +24,9 @@ from core.types import SamplingParams
 
 #: Below it a temperature divides logits into infinities; such rows are greedy, as in vLLM.
 MIN_TEMPERATURE = 1e-5
+
+#: Up to it a top-k is found by selection; beyond it by sorting.
+MAX_FIRST = 1024
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -34,7 +41,7 @@ class SamplingBatch:
         params: one a row.
         output_indices: how many tokens the row's request has generated already, here or elsewhere.
         seeds: one a row, used by sampling rows alone.
-        forbid: token ids that the row must not get now, because of `min_tokens`. Ids outside the vocabulary are ignored.
+        forbid: token ids that the row must not get now, because of `min_tokens`. Ids past the vocabulary are ignored.
     """
 
     def __init__(
@@ -46,16 +53,22 @@ class SamplingBatch:
     ) -> None:
         if not len(params) == len(output_indices) == len(seeds) == len(forbid):
             raise ValueError(
-                f"rows differ: {len(params)} params, {len(output_indices)} indices, {len(seeds)} seeds, {len(forbid)} forbid"
+                f"rows differ: {len(params)} params, {len(output_indices)} indices, {len(seeds)} seeds, "
+                f"{len(forbid)} forbid"
             )
         self.num_rows = len(params)
         self._forbidden = [(row, token_id) for row, ids in enumerate(forbid) for token_id in ids]
-        self._random_rows = [row for row, p in enumerate(params) if p.temperature >= MIN_TEMPERATURE]
-        chosen = [params[row] for row in self._random_rows]
-        self._temperatures = [p.temperature for p in chosen]
-        self._top_k = [p.top_k for p in chosen]
-        self._top_p = [p.top_p for p in chosen]
-        self._keys = [_key(seeds[row], output_indices[row]) for row in self._random_rows]
+        # A row's group follows from its own parameters, so that other rows do not change how it is computed.
+        groups: dict[_Order, list[int]] = {}
+        for row, p in enumerate(params):
+            if p.temperature >= MIN_TEMPERATURE:
+                groups.setdefault(_Order.of(p), []).append(row)
+        self._groups = [
+            _RandomRows(
+                order, rows, [params[row] for row in rows], [_key(seeds[row], output_indices[row]) for row in rows]
+            )
+            for order, rows in groups.items()
+        ]
 
     def sample(self, logits: Tensor) -> list[int]:
         """Token ids, one a row of `logits` [num_rows, vocab] (any float dtype, any device), which is left as it is.
@@ -72,34 +85,62 @@ class SamplingBatch:
         # Half precision widens to float32 without changing the order, so there is no need to widen for a maximum. Of
         # equal logits the lowest id is taken.
         tokens = logits.argmax(dim=-1)  # [num_rows]
-        if self._random_rows:
-            rows = torch.tensor(self._random_rows, dtype=torch.int64, device=logits.device)
-            tokens = tokens.index_copy(0, rows, self._draw(logits[rows].float()))
+        for group in self._groups:
+            rows = torch.tensor(group.rows, dtype=torch.int64, device=logits.device)
+            tokens = tokens.index_copy(0, rows, group.draw(logits[rows].float()))
         return [int(token) for token in tokens.tolist()]
 
-    def _draw(self, logits: Tensor) -> Tensor:
-        """Random tokens [num_random_rows] for float32 logits [num_random_rows, vocab] of the sampling rows."""
+
+class _Order(enum.Enum):
+    """Which tokens of a sampling row must be ranked before it can draw."""
+
+    NONE = enum.auto()  # neither top-k nor top-p
+    FIRST = enum.auto()  # a small top-k: the best few, found without sorting the vocabulary
+    ALL = enum.auto()
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> _Order:
+        if 0 < params.top_k <= MAX_FIRST:
+            return cls.FIRST
+        return cls.NONE if params.top_k <= 0 and params.top_p >= 1.0 else cls.ALL
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomRows:
+    """Sampling rows of one batch that are ranked in the same way."""
+
+    order: _Order
+    rows: list[int]
+    params: list[SamplingParams]
+    keys: list[int]
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Random tokens [num_rows] for these rows' logits [num_rows, vocab], float32."""
         device = logits.device
         vocab = logits.shape[1]
-        keys = torch.tensor(self._keys, dtype=torch.int64, device=device)[:, None]
-        temperatures = torch.tensor(self._temperatures, dtype=torch.float32, device=device)[:, None]
+        keys = torch.tensor(self.keys, dtype=torch.int64, device=device)[:, None]
+        temperatures = torch.tensor([p.temperature for p in self.params], dtype=torch.float32, device=device)[:, None]
         # The maximum goes to 0 first, so that a small temperature cannot overflow.
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
-        if not any(0 < k < vocab for k in self._top_k) and all(p >= 1.0 for p in self._top_p):
+        if self.order is _Order.NONE:
             ids = torch.arange(vocab, device=device)[None, :]
-            return _race(scaled.softmax(dim=-1), keys, ids)
+            return _race(scaled.softmax(dim=-1, dtype=torch.float64), keys, ids)
 
-        # In a stable order equal logits are ranked by id, so "the first k" is exact and top_k=1 is greedy, always.
-        scaled, ids = scaled.sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(vocab, device=device)[None, :]
-        top_k = torch.tensor([k if 0 < k < vocab else vocab for k in self._top_k], device=device)[:, None]
-        probabilities = scaled.masked_fill(rank >= top_k, float("-inf")).softmax(dim=-1)
+        top_k = [p.top_k if 0 < p.top_k < vocab else vocab for p in self.params]
+        # Equal logits are ranked by id, so "the first k" is exact and top_k=1 is greedy, always.
+        if self.order is _Order.FIRST:
+            ids = _first(scaled, max(top_k))
+            scaled = scaled.gather(1, ids)
+        else:
+            scaled, ids = scaled.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(ids.shape[1], device=device)[None, :]
+        beyond_k = rank >= torch.tensor(top_k, device=device)[:, None]
+        probabilities = scaled.masked_fill(beyond_k, float("-inf")).softmax(dim=-1, dtype=torch.float64)
         # A token stays while the tokens before it hold less than top_p together; so the first one always stays.
-        before = probabilities.cumsum(dim=-1, dtype=torch.float64) - probabilities
-        top_p = torch.tensor(self._top_p, dtype=torch.float64, device=device)[:, None]
-        outside = (before >= top_p) & (top_p < 1.0) & (rank > 0)
-        probabilities = probabilities.masked_fill(outside, 0.0)
-        return _race(probabilities, keys, ids)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        top_p = torch.tensor([p.top_p for p in self.params], dtype=torch.float64, device=device)[:, None]
+        beyond_p = (before >= top_p) & (top_p < 1.0) & (rank > 0)
+        return _race(probabilities.masked_fill(beyond_p, 0.0), keys, ids)
 
 
 def sample(
@@ -113,17 +154,30 @@ def sample(
     return SamplingBatch(params, output_indices, seeds, forbid).sample(logits)
 
 
+def _first(scores: Tensor, count: int) -> Tensor:
+    """Ids of the `count` highest scores of each row [num_rows, count], the best first, equal ones by rising id.
+
+    `torch.topk` takes equal values in any order, so it gets numbers that are all different: the float's place among
+    floats in the upper half of an int64, and the id, counted from above, in the lower.
+    """
+    bits = (scores + 0.0).view(torch.int32).long()  # the sum makes one zero of two
+    place = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ids = torch.arange(scores.shape[1], device=scores.device)[None, :]
+    highest = ((place << 32) + (0xFFFFFFFF - ids)).topk(count, dim=-1).values
+    return 0xFFFFFFFF - (highest & 0xFFFFFFFF)
+
+
 def _race(probabilities: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
     """Winners of the exponential race, as token ids [num_rows].
 
-    `probabilities` [num_rows, n] need not sum to 1; `keys` [num_rows, 1]; `ids` [num_rows or 1, n] are the tokens that
-    the columns stand for.
+    `probabilities` [num_rows, n], float64, need not sum to 1; `keys` [num_rows, 1]; `ids` [num_rows or 1, n] are the
+    tokens that the columns stand for.
     """
     bits = _mix((ids + 1) * _signed(_GOLDEN) + keys)
-    uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53  # in (0, 1)
+    uniform = _shifted(bits, 11).double().add_(0.5).mul_(2.0**-53)  # in (0, 1)
     # The upper end rounds to 1 in one case of 2**53; the clamp keeps that one from dividing by zero.
     noise = uniform.log_().neg_().clamp_(min=2.0**-54)
-    winners = (probabilities.double() / noise).argmax(dim=-1, keepdim=True)
+    winners = (probabilities / noise).argmax(dim=-1, keepdim=True)
     return ids.expand(keys.shape[0], -1).gather(1, winners).squeeze(1)
 
 
@@ -141,10 +195,15 @@ def _mix_int(value: int) -> int:
 
 
 def _mix(value: Tensor) -> Tensor:
-    """SplitMix64's finalizer for int64 tensors: products wrap, and `>>` needs its copies of the sign bit masked off."""
-    value = (value ^ (value >> 30 & (1 << 34) - 1)) * _signed(_MIX_1)
-    value = (value ^ (value >> 27 & (1 << 37) - 1)) * _signed(_MIX_2)
-    return value ^ (value >> 31 & (1 << 33) - 1)
+    """SplitMix64's finalizer for an int64 tensor, in place. Products wrap around."""
+    value.bitwise_xor_(_shifted(value, 30)).mul_(_signed(_MIX_1))
+    value.bitwise_xor_(_shifted(value, 27)).mul_(_signed(_MIX_2))
+    return value.bitwise_xor_(_shifted(value, 31))
+
+
+def _shifted(value: Tensor, count: int) -> Tensor:
+    """`value` shifted right as an unsigned number: int64's own shift fills in copies of the sign bit."""
+    return (value >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _signed(value: int) -> int:

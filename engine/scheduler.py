@@ -5,8 +5,10 @@ and tokens that are computed, and a step closes some of the gap. Three phases: r
 output that the runner acts on. The design is vLLM V1's (`v1/core/sched/scheduler.py`).
 
 What keeps a request from running does not block the others: it is *parked*, WAITING_FOR_ENCODER_CACHE while an item of
-its is looked up or loaded, WAITING_FOR_REMOTE_KVS while its blocks are pulled. A request is computed as far as its first
-absent item; items whose look-up says no are named to the caller (`missing`), and the request ends.
+its is looked up or loaded, WAITING_FOR_REMOTE_KVS while its blocks are pulled. A new request waits a moment for its
+items, since a load is usually over before a step would be, and a step reads all weights however few tokens it
+computes; after that it is computed as far as its first absent item. Items whose look-up says no are named to the
+caller (`missing`), and the request ends.
 
 Holding things cannot deadlock: a request holds at most the item that it needs next and KV blocks. Blocks of parked and
 running requests can be taken (preemption: recompute later), and items that only waiting requests hold can be taken too.
@@ -75,9 +77,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may bring something now or soon: requests, saves under way, pulls to let go of, ends to tell."""
+        """Whether a step may bring something now or soon: requests, saves under way, pulls to let go of."""
         return bool(
-            self._requests or self.encodes.num_unfinished_jobs or self._ready_outputs or self._forget or self._load_started
+            self._requests
+            or self.encodes.num_unfinished_jobs
+            or self._ready_outputs
+            or self._forget
+            or self._load_started
         )
 
     @property
@@ -179,7 +185,7 @@ class Scheduler:
                 return
             wanted = min(request.num_tokens - request.num_computed_tokens, budget)
             num_tokens, uses = self._fit_items(request, wanted)
-            if num_tokens == 0:
+            if num_tokens == 0 or (num_tokens < wanted and self._is_patient(request)):
                 self._waiting.popleft()
                 self._park_for_items(request)
                 continue
@@ -278,17 +284,18 @@ class Scheduler:
             num_tokens = self._kv_connector.get_num_new_matched_tokens(request.kv)
         except TriptychError as error:
             self._waiting.popleft()
-            self._end(request, Ended(
-                RequestStatus.FINISHED_ERROR, error_kind=ErrorKind.INCOMPATIBLE, error=str(error)
-            ))
+            self._end(request, Ended(RequestStatus.FINISHED_ERROR, error_kind=ErrorKind.INCOMPATIBLE, error=str(error)))
             return True
         if num_tokens != request.num_tokens - 1:
             self._waiting.popleft()
-            self._end(request, Ended(
-                RequestStatus.FINISHED_ERROR,
-                error_kind=ErrorKind.INVALID_REQUEST,
-                error=f"the KV handle brings {num_tokens} tokens, the request has {request.num_tokens} and needs one less",
-            ))
+            self._end(
+                request,
+                Ended(
+                    RequestStatus.FINISHED_ERROR,
+                    error_kind=ErrorKind.INVALID_REQUEST,
+                    error=f"the KV handle brings {num_tokens} tokens, the request needs {request.num_tokens - 1}",
+                ),
+            )
             return True
         if self.kv.allocate_slots(request, num_tokens) is None:
             return False
@@ -358,10 +365,19 @@ class Scheduler:
             self.stats.count("ec_misses_total", len(missing))
             del self._parked[request.request_id]
             self._end(request, Ended(RequestStatus.FINISHED_ERROR, missing=missing))
-        elif needed and self.cache.is_ready(needed[0].feature.key):
+        elif self._can_go_on(request, needed):
             del self._parked[request.request_id]
             request.status = RequestStatus.WAITING
             self._waiting.appendleft(request)
+
+    def _is_patient(self, request: Request) -> bool:
+        return not request.scheduled_s and time.time() - request.arrival_s < self.settings.item_patience_s
+
+    def _can_go_on(self, request: Request, needed: list[PlacedFeature]) -> bool:
+        ready = [self.cache.is_ready(placed.feature.key) for placed in needed]
+        if self._is_patient(request):
+            return all(ready)
+        return not needed or ready[0] or needed[0].offset > request.num_computed_tokens
 
     def _order_load(self, request: Request, placed: PlacedFeature, *, first: bool) -> None:
         feature = placed.feature
@@ -458,12 +474,17 @@ class Scheduler:
             self.stats.observe("ec_load_seconds", seconds)
         for seconds in made.seconds_saving:
             self.stats.observe("ec_save_seconds", seconds)
-        started_s = {key: self._load_started.pop(key) for key in (*made.finished_loading, *made.failed_loading)}
-        for key in made.finished_loading:
-            self.cache.set_ready(key)
-        for key in made.failed_loading:
-            self.stats.count("ec_load_failures_total")
-            self.cache.drop(key)
+        started_s: dict[str, float] = {}
+        for key in (*made.finished_loading, *made.failed_loading):
+            ordered_s = self._load_started.pop(key, None)
+            if ordered_s is None:
+                continue  # a connector that reports what nobody ordered, or twice, must not end the engine
+            started_s[key] = ordered_s
+            if key in made.failed_loading:
+                self.stats.count("ec_load_failures_total")
+                self.cache.drop(key)
+            else:
+                self.cache.set_ready(key)
         for request in self._parked.values():
             for placed in request.features:
                 if placed.feature.key in started_s:
@@ -478,14 +499,18 @@ class Scheduler:
         for seconds in made.seconds_receiving:
             self.stats.observe("kv_transfer_seconds", seconds)
         for request_id in made.finished_sending:
-            self.kv.end_lease(request_id)
+            if self.kv.has_lease(request_id):
+                self.kv.end_lease(request_id)
         for request_id in made.finished_recving:
             self._pulled(request_id, "")
         for request_id, reason in made.failed_recving.items():
             self._pulled(request_id, reason)
 
     def _pulled(self, request_id: str, problem: str) -> None:
-        request = self._parked.pop(request_id)
+        request = self._parked.get(request_id)
+        if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return  # as for loads: reported twice
+        del self._parked[request_id]
         if request.aborted:
             self._end(request, Ended(RequestStatus.FINISHED_ABORTED), tell=False)
             return
@@ -497,11 +522,14 @@ class Scheduler:
             self.stats.count("kv_transfer_failures_total")
             self.kv.free(request)
             if self.settings.kv_load_failure_policy == "fail":
-                self._end(request, Ended(
-                    RequestStatus.FINISHED_ERROR,
-                    error_kind=ErrorKind.UNAVAILABLE,
-                    error=f"the KV blocks could not be pulled: {problem}",
-                ))
+                self._end(
+                    request,
+                    Ended(
+                        RequestStatus.FINISHED_ERROR,
+                        error_kind=ErrorKind.UNAVAILABLE,
+                        error=f"the KV blocks could not be pulled: {problem}",
+                    ),
+                )
                 return
             request.recomputes = True
         request.status = RequestStatus.WAITING
@@ -518,7 +546,9 @@ class Scheduler:
         else:
             self._waiting.remove(request)
 
-    def _end(self, request: Request, ended: Ended, *, new_token_ids: list[int] | None = None, tell: bool = True) -> None:
+    def _end(
+        self, request: Request, ended: Ended, *, new_token_ids: list[int] | None = None, tell: bool = True
+    ) -> None:
         """The one way out: everything that a request holds is freed here. It must be in no list any more."""
         request.status = ended.status
         self._let_go_items(request)
@@ -568,7 +598,9 @@ class Scheduler:
         self._ready_outputs.append(EngineCoreOutput(request_id, finished=True, error_kind=kind, error=reason))
 
     def _too_large(self, num_embeds: int) -> str:
-        return f"image has {num_embeds} embeddings, the encoder buffer holds {self.cache.num_rows} (--encoder-cache-bytes)"
+        return (
+            f"image has {num_embeds} embeddings, the encoder buffer holds {self.cache.num_rows} (--encoder-cache-bytes)"
+        )
 
     def _span(self, name: str, start_s: float, note: str = "") -> Span:
         return Span(name, start_s, time.time(), self.settings.where, note)

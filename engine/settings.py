@@ -14,3 +14,4 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     max_waiting: int
     where: str  # the name that timelines show
     kv_load_failure_policy: str = "recompute"
+    item_patience_s: float = 0.02  # how long a new request waits for its items before a part of it is computed

@@ -4,13 +4,13 @@ The cache is one tensor `[num_blocks, num_layers, 2, block_size, num_kv_heads, h
 layers is contiguous and moves between engines in one copy. A layer sees it through strided views.
 
 A batch is flattened: the tokens of all requests stand end to end, requests with a single query token (decodes) first.
-`AttentionBatch` says where each token's slot is and which sequences are attended to together; it is built once a step and
-used by every layer. What a layer does:
+`AttentionBatch` says where each token's slot is and which sequences are attended to together; it is built once a step
+and used by every layer. What a layer does:
 
 1. write the new keys and values into their slots;
 2. decodes: sequences of similar length are gathered into one padded batch and attended to in one call, with the query
-   heads of a group viewed as query rows of their KV head (one read of K and V for the whole group; bf16 SDPA with a single
-   row takes several times as long). A sequence within one block is a view, no gather;
+   heads of a group viewed as query rows of their KV head (one read of K and V for the whole group; bf16 SDPA with a
+   single row takes several times as long). A sequence within one block is a view, no gather;
 3. prefill chunks, one call a sequence: a chunk with nothing before it attends to the new keys and values themselves, no
    gather; a later chunk gathers its blocks.
 

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import nn
 
 from core.types import PlacedFeature
 
 #: The name under which our attention stands in transformers' registry (engine/models/attention.py).
 ATTENTION_NAME = "triptych_paged"
+_PROFILE_SIDE = 448
+_PROFILE_IMAGES = 64
 
 
 class ModelAdapter(ABC):
@@ -110,6 +113,14 @@ class ModelAdapter(ABC):
     @abstractmethod
     def encode(self, pixels: Sequence[torch.Tensor], grids: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
         """A batch of images through the tower -> one `[num_embeds, embed_width]` each."""
+
+    def profile_vision(self, num_embeds: int, device: torch.device) -> None:
+        """Put blank images of some `num_embeds` embeddings through preprocessing and tower."""
+        pixels, grid = self.preprocess(Image.new("RGB", (_PROFILE_SIDE, _PROFILE_SIDE)))
+        embeds = self.encode([pixels.to(device)], [grid])
+        count = min(num_embeds // len(embeds[0]), _PROFILE_IMAGES) if device.type == "cuda" else 1
+        if count > 1:
+            self.encode([pixels.to(device)] * count, [grid] * count)
 
     # ---- language ----
 

@@ -1,8 +1,8 @@
 """Multi-dimensional rotary positions (M-RoPE) of the Qwen-VL families.
 
-Text counts up in all three rows (time, height, width) alike. An image at position p takes time p, height p + y and width
-p + x over its merged grid, and the text behind it goes on at p + max(height, width). Source: Qwen2-VL (arXiv 2409.12191),
-section 2.1, and `get_rope_index` in transformers, whose numbers these are.
+Text counts up in all three rows (time, height, width) alike. An image at position p takes time p, height p + y and
+width p + x over its merged grid, and the text behind it goes on at p + max(height, width). Source: Qwen2-VL (arXiv
+2409.12191), section 2.1, and `get_rope_index` in transformers, whose numbers these are.
 """
 
 from __future__ import annotations

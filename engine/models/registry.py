@@ -31,7 +31,9 @@ def open_model(model_dir: Path, dtype: str) -> ModelAdapter:
         raise ConfigError("--model", str(model_dir), f"config.json is not usable: {reason}") from None
     family = config.model_type
     if family not in FAMILIES:
-        raise ConfigError("--model", str(model_dir), f"family {family} is not supported; these are: {', '.join(FAMILIES)}")
+        raise ConfigError(
+            "--model", str(model_dir), f"family {family} is not supported; these are: {', '.join(FAMILIES)}"
+        )
     chosen = getattr(config, "dtype", None) if dtype == "auto" else _DTYPES.get(dtype)
     if dtype == "auto" and chosen is None:
         chosen = getattr(config.text_config, "dtype", None) or torch.float32

@@ -122,7 +122,8 @@ def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 def real_buffers(model: Any, device: torch.device) -> None:
     """Give the buffers of a transformers model that was built on the meta device their values.
 
-    They are not in the checkpoint (rotary frequencies). transformers' own `_init_weights` computes them, module by module.
+    They are not in the checkpoint (rotary frequencies). transformers' own `_init_weights` computes them, module by
+    module.
     """
     for module in model.modules():
         buffers = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]

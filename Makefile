@@ -1,0 +1,50 @@
+# Every target makes what it needs. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+STAMP := $(VENV)/.installed
+PROTOS := $(wildcard protos/*.proto)
+MODEL := .cache/model
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo up test lint bench protos clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP) ## make .venv with everything that running and testing need
+
+$(STAMP): pyproject.toml constraints.txt .ci/system-packages
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=…")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { sh .ci/system-packages python3-venv && $(PYTHON) -m venv $(VENV); }
+	$(PIP) --editable '.[engine,dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP) ## start all services on loopback, ask one question about a picture, stop
+	@$(BIN)/python -m demo
+
+up: $(STAMP) $(MODEL) ## start all services on loopback and stay up
+	$(BIN)/triptych up --model $(MODEL) --router-port 50060 --http-port 8000
+
+$(MODEL): $(STAMP)
+	$(BIN)/python -m demo.random_checkpoint $(MODEL)
+
+test: $(STAMP) lint ## everything that must hold before a change lands
+	sh .ci/system-packages redis-server
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## format, style, types, import floors
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## throughput and latency beside transformers, same model, same run
+	$(BIN)/python -m benchmarks.serving
+
+protos: $(STAMP) ## generate the Python code of protos/
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+clean: ## remove everything that the other targets made
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

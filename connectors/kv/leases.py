@@ -1,0 +1,117 @@
+"""The leases of one producer: which blocks are pinned, for whoever holds the token, and until when."""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import threading
+from collections import OrderedDict
+
+from connectors.kv.base import KVConnectorOutput, KVLease
+
+#: How many ended leases are remembered, to tell "ended" from "not ordered yet".
+_MAX_ENDED = 4096
+
+
+class NoLease(enum.Enum):
+    """Why a request finds no lease."""
+
+    UNKNOWN = "lease unknown"
+    ENDED = "lease ended"
+    WRONG_TOKEN = "token refused"  # noqa: S105 - a reason, not a secret
+
+
+class _Pinned:
+    __slots__ = ("expires_s", "lease")
+
+    def __init__(self, lease: KVLease, expires_s: float) -> None:
+        self.lease = lease
+        self.expires_s = expires_s
+
+
+class LeaseTable:
+    """Any thread. Times are of the monotonic clock and given by the caller. Every lease is of the same length, so the
+    oldest expires first. Each ends once and is then in the next `take_ended`."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._lock = threading.Lock()
+        self._pinned: OrderedDict[str, _Pinned] = OrderedDict()
+        self._ended_tokens: OrderedDict[str, None] = OrderedDict()
+        self._finished: list[str] = []
+        self._expired: list[str] = []
+
+    def add(self, lease: KVLease, now_s: float) -> bool:
+        """Pin. False, and nothing changes, where a lease of that request id exists."""
+        with self._lock:
+            if lease.request_id in self._pinned:
+                return False
+            self._pinned[lease.request_id] = _Pinned(lease, now_s + self._lease_s)
+            return True
+
+    def find(self, request_id: str, token: str) -> KVLease | NoLease:
+        """The lease that `token` entitles to."""
+        with self._lock:
+            return self._find(request_id, token)
+
+    def end(self, request_id: str, token: str) -> bool:
+        """A consumer is done with it. False, and nothing changes, where `token` entitles to nothing."""
+        with self._lock:
+            found = self._find(request_id, token)
+            if isinstance(found, NoLease):
+                return False
+            self._end(request_id)
+            return True
+
+    def release(self, request_id: str) -> bool:
+        """The router gave it up. False where there is none."""
+        with self._lock:
+            if request_id not in self._pinned:
+                return False
+            self._end(request_id)
+            return True
+
+    def expire(self, now_s: float) -> int:
+        """End what is over; how many that were."""
+        with self._lock:
+            count = 0
+            while self._pinned:
+                request_id, oldest = next(iter(self._pinned.items()))
+                if now_s < oldest.expires_s:
+                    break
+                self._end(request_id)
+                self._expired.append(request_id)
+                count += 1
+            return count
+
+    def next_expiry_s(self) -> float | None:
+        with self._lock:
+            return next(iter(self._pinned.values())).expires_s if self._pinned else None
+
+    def take_ended(self) -> KVConnectorOutput:
+        """What ended since the last call."""
+        with self._lock:
+            output = KVConnectorOutput(finished_sending=self._finished, expired_sending=self._expired)
+            self._finished, self._expired = [], []
+            return output
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._pinned)
+
+    def _find(self, request_id: str, token: str) -> KVLease | NoLease:
+        pinned = self._pinned.get(request_id)
+        if token in self._ended_tokens:
+            return NoLease.ENDED
+        if pinned is None:
+            return NoLease.UNKNOWN
+        if not hmac.compare_digest(pinned.lease.token.encode(), token.encode()):
+            return NoLease.WRONG_TOKEN
+        return pinned.lease
+
+    def _end(self, request_id: str) -> None:
+        pinned = self._pinned.pop(request_id)
+        self._finished.append(request_id)
+        self._ended_tokens[pinned.lease.token] = None
+        if len(self._ended_tokens) > _MAX_ENDED:
+            self._ended_tokens.popitem(last=False)

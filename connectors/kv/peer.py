@@ -1,0 +1,203 @@
+"""The KV connector without a store between: decode engines pull blocks from the prefill engine that holds them.
+
+The scheduler side mints a token for each lease and writes it, with the worker side's address, into the handle. The
+worker side has one thread that serves (`server.py`) and one that pulls (`puller.py`); the messages are in `wire.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Annotated
+
+import msgspec
+import torch
+import zmq
+
+from connectors.kv.base import (
+    KVConnectorBase,
+    KVConnectorConfig,
+    KVConnectorOutput,
+    KVLease,
+    KVSide,
+)
+from connectors.kv.leases import LeaseTable
+from connectors.kv.puller import Puller
+from connectors.kv.rows import BlockRows
+from connectors.kv.server import BlockServer
+from connectors.kv.wire import (
+    HOST_PATTERN,
+    MAX_BLOCKS_PER_MESSAGE,
+    WIRE_VERSION,
+    HandleParams,
+    check_layout,
+    decode_handle,
+    encode,
+    new_token,
+)
+from connectors.options import KV_EXTRA, parse_options
+from core.errors import ConfigError, EngineError
+from core.types import KVHandle
+
+log = logging.getLogger(__name__)
+
+#: Of the two seconds that `close` has, for both threads together.
+_CLOSE_S = 1.8
+
+
+class PeerOptions(msgspec.Struct, frozen=True):
+    """The keys of the extra config."""
+
+    host: Annotated[str, msgspec.Meta(pattern=HOST_PATTERN)] = "127.0.0.1"  # under which consumers reach us
+    bind_host: Annotated[str, msgspec.Meta(pattern=HOST_PATTERN)] | None = None  # None: `host`
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0  # 0: any that is free
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
+    blocks_per_message: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS_PER_MESSAGE)] = 64  # 16 MiB bound it too
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0  # a peer that is silent so long is gone
+
+
+class KVPeerConnector(KVConnectorBase):
+    """Results are guarded by a lock, so the worker's methods may be called from any one thread at a time."""
+
+    def __init__(self, config: KVConnectorConfig, side: KVSide) -> None:
+        super().__init__(config, side)
+        self._options = parse_options(PeerOptions, config.extra, KV_EXTRA)
+        self._lock = threading.Lock()
+        self._output = KVConnectorOutput()
+        self._table = LeaseTable(self._options.lease_s)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._server: BlockServer | None = None
+        self._puller: Puller | None = None
+        if side is KVSide.WORKER:
+            self._context = zmq.Context()
+            if config.role.produces:
+                self._server = self._bind(self._context)
+
+    # ---- scheduler side ----
+
+    def get_num_new_matched_tokens(self, handle: KVHandle) -> int:
+        params = decode_handle(handle, type(self).__name__)
+        check_layout(params.version, self.config.layout, params.layout)
+        return params.num_tokens
+
+    def request_finished(self, request_id: str, block_ids: list[int], num_tokens: int) -> KVHandle:
+        token = new_token()
+        self._leases.append(KVLease(request_id, block_ids, num_tokens, token))
+        return self._handle(request_id, len(block_ids), num_tokens, token)
+
+    def make_handle(self, request_id: str, block_ids: list[int], num_tokens: int) -> KVHandle:
+        """A handle with a token of its own, which no lease knows: `request_finished` makes those that can be pulled."""
+        return self._handle(request_id, len(block_ids), num_tokens, new_token())
+
+    def _handle(self, request_id: str, num_blocks: int, num_tokens: int, token: str) -> KVHandle:
+        if not self._address:
+            raise EngineError("a KV handle was wanted before the handshake with the worker side")
+        params = HandleParams(
+            version=WIRE_VERSION,
+            address=self._address,
+            instance=self.config.instance,
+            request_id=request_id,
+            token=token,
+            layout=self.config.layout,
+            num_blocks=num_blocks,
+            num_tokens=num_tokens,
+        )
+        return KVHandle(type(self).__name__, encode(params), num_tokens)
+
+    # ---- worker side ----
+
+    def register_kv_caches(self, blocks: torch.Tensor) -> None:
+        if blocks.shape[1:] != (self.config.layout.elements_per_block,):
+            raise ValueError(f"a KV cache of {tuple(blocks.shape)} is not of layout {self.config.layout.describe()}")
+        if self._context is None:
+            raise ValueError("only the worker side takes a KV cache")
+        rows = BlockRows(blocks)
+        if self._server is not None:
+            self._server.start(rows)
+        if self.config.role.consumes:
+            options = self._options
+            self._puller = Puller(
+                self._context,
+                type(self).__name__,
+                self.config.layout,
+                rows,
+                options.blocks_per_message,
+                options.timeout_s,
+                self._record_pull,
+            )
+
+    def handshake(self) -> str:
+        return _endpoint(self._options.host, self._server.port) if self._server is not None else ""
+
+    def start_load_kv(self) -> None:
+        if self._metadata is None:
+            return
+        now_s = time.monotonic()
+        for lease in self._metadata.leases:
+            self._table.add(lease, now_s)
+        # Without a server nobody can pull, and no thread would see the lease expire.
+        unserved = [lease.request_id for lease in self._metadata.leases] if self._server is None else []
+        num_released = sum(self._table.release(request_id) for request_id in (*self._metadata.releases, *unserved))
+        if num_released:
+            self.config.notify()
+        if self._server is not None and self._metadata.leases:
+            self._server.wake()
+        if self._puller is not None:
+            self._puller.order(self._metadata.pulls, self._metadata.cancels)
+        else:
+            for pull in self._metadata.pulls:
+                self._record_pull(pull.request_id, f"this engine is a {self.config.role}, it does not pull", 0, 0.0)
+
+    def get_finished(self) -> KVConnectorOutput:
+        ended = self._table.take_ended()
+        with self._lock:
+            output, self._output = self._output, KVConnectorOutput()
+        output.finished_sending = ended.finished_sending
+        output.expired_sending = ended.expired_sending
+        return output
+
+    def _record_pull(self, request_id: str, reason: str | None, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self._output.bytes_received += num_bytes
+            if reason is None:
+                self._output.finished_recving.append(request_id)
+                self._output.seconds_receiving.append(seconds)
+            else:
+                self._output.failed_recving[request_id] = reason
+        self.config.notify()
+
+    def _bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> BlockServer:
+        options = self._options
+        host = options.bind_host if options.bind_host is not None else options.host
+        try:
+            endpoint = _endpoint(host, options.port)
+            return BlockServer(context, endpoint, self.config.layout, self._table, self.config.notify)
+        except zmq.ZMQError as error:
+            context.term()
+            key = "host" if options.bind_host is None else "bind_host"
+            raise ConfigError(f"{KV_EXTRA} {key}", f"{host}:{options.port}", f"cannot bind: {error}") from None
+
+    # ---- both ----
+
+    def num_leases(self) -> int:
+        return len(self._table)
+
+    def close(self) -> None:
+        deadline = time.monotonic() + _CLOSE_S
+        stopped = True
+        for part in (self._server, self._puller):
+            if part is not None:
+                stopped = part.close(max(0.0, deadline - time.monotonic())) and stopped
+        if self._context is None or self._context.closed:
+            return
+        # Ending the context waits for every socket, so it must not be tried while a thread still holds one.
+        if stopped:
+            self._context.term()
+        else:
+            log.warning("a thread of the KV connector did not end in time; its sockets stay until the process ends")
+
+
+def _endpoint(host: str, port: int) -> str:
+    bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"tcp://{bracketed}:{port}"

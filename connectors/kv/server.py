@@ -1,0 +1,190 @@
+"""The producer's end of KVPeerConnector: one thread that serves leased blocks to whoever shows their token.
+
+Blocks go out without a copy where the cache is in host memory: ZeroMQ reads the rows themselves, perhaps after the
+lease has ended. That is sound: the checksums in the header were taken before, so a row that changes under way fails
+at the consumer, and a consumer acknowledges only what has arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import xxhash
+import zmq
+
+from connectors.kv.base import KVLayout
+from connectors.kv.leases import LeaseTable, NoLease
+from connectors.kv.rows import BlockRows, Bytes
+from connectors.kv.waker import Waker
+from connectors.kv.wire import (
+    MAX_HEADER_BYTES,
+    WIRE_VERSION,
+    Ack,
+    Failed,
+    Hello,
+    MalformedError,
+    Pull,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    Rows,
+    Welcome,
+    check_layout,
+    decode_request,
+    encode,
+)
+from core.errors import IncompatibleError
+
+log = logging.getLogger(__name__)
+
+#: A handle can reach a consumer, and the consumer us, before the engine's next step orders the lease here. A request
+#: for a lease that nobody has heard of waits this long for it.
+_UNKNOWN_LEASE_GRACE_S = 2.0
+_MAX_PARKED = 1024
+#: Messages served between two looks at the clock and at new orders.
+_BATCH = 64
+
+
+class BlockServer:
+    """Binds in the constructor (zmq.ZMQError where that fails), serves from `start` to `close`. `ended` is called, on
+    the server's thread, when leases have ended."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        layout: KVLayout,
+        leases: LeaseTable,
+        ended: Callable[[], None],
+    ) -> None:
+        self._layout = layout
+        self._leases = leases
+        self._ended = ended
+        self._rows: BlockRows | None = None
+        self._parked: deque[tuple[float, bytes, Pull | Ack | Release]] = deque()
+        self._waker = Waker()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
+        self._socket.set(zmq.IPV6, int("[" in endpoint))
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError:
+            self._free()
+            raise
+        self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def start(self, rows: BlockRows) -> None:
+        """Serve the rows of this cache."""
+        self._rows = rows
+        self._thread = threading.Thread(target=self._run, name="kv-server", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There are new leases."""
+        self._waker.wake()
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop, within `timeout_s`; False where the thread still runs then. Idempotent."""
+        self._closing = True
+        if self._thread is None:
+            self._free()
+            return True
+        self._waker.wake()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _free(self) -> None:
+        self._socket.close()
+        self._waker.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._waker.reader, zmq.POLLIN)
+        try:
+            while not self._closing:
+                poller.poll(self._poll_ms())
+                self._waker.drain()
+                if self._leases.expire(time.monotonic()):
+                    self._ended()
+                self._serve_parked()
+                self._serve_batch()
+        finally:
+            self._free()
+
+    def _poll_ms(self) -> int | None:
+        times = [self._parked[0][0]] if self._parked else []
+        expiry_s = self._leases.next_expiry_s()
+        if expiry_s is not None:
+            times.append(expiry_s)
+        return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
+
+    def _serve_batch(self) -> None:
+        for _ in range(_BATCH):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise MalformedError(f"{len(frames)} frames")
+                self._serve(identity, decode_request(frames[0]), may_park=True)
+            except MalformedError as error:
+                log.debug("a message that is not ours came to the KV port: %s", error)
+            except Exception:  # one request must not take the others' server away
+                log.exception("a request for KV blocks failed")
+
+    def _serve_parked(self) -> None:
+        now_s = time.monotonic()
+        for _ in range(len(self._parked)):
+            deadline_s, identity, request = self._parked.popleft()
+            if now_s < deadline_s and self._leases.find(request.lease, request.token) is NoLease.UNKNOWN:
+                self._parked.append((deadline_s, identity, request))
+            else:
+                self._serve(identity, request, may_park=False)
+
+    def _serve(self, identity: bytes, request: Request, *, may_park: bool) -> None:
+        if isinstance(request, Hello):
+            self._reply(identity, self._greet(request))
+            return
+        found = self._leases.find(request.lease, request.token)
+        if found is NoLease.UNKNOWN and may_park and len(self._parked) < _MAX_PARKED:
+            self._parked.append((time.monotonic() + _UNKNOWN_LEASE_GRACE_S, identity, request))
+        elif isinstance(request, Pull):
+            if isinstance(found, NoLease):
+                self._reply(identity, Failed(request.sequence, found.value))
+            else:
+                self._send_rows(identity, request, found.block_ids)
+        elif self._leases.end(request.lease, request.token):
+            self._ended()
+
+    def _greet(self, hello: Hello) -> Reply:
+        try:
+            check_layout(hello.version, self._layout, hello.layout)
+        except IncompatibleError as error:
+            return Refused(str(error)[:8000])
+        return Welcome(WIRE_VERSION, self._layout)
+
+    def _send_rows(self, identity: bytes, pull: Pull, block_ids: list[int]) -> None:
+        if pull.first + pull.count > len(block_ids):
+            reason = f"blocks {pull.first} to {pull.first + pull.count} of a lease of {len(block_ids)}"
+            self._reply(identity, Failed(pull.sequence, reason))
+            return
+        assert self._rows is not None
+        runs = self._rows.gather(block_ids[pull.first : pull.first + pull.count])
+        checksums = [xxhash.xxh3_64_intdigest(row.data) for run in runs for row in run]
+        self._reply(identity, Rows(pull.sequence, checksums), runs)
+
+    def _reply(self, identity: bytes, reply: Reply, runs: list[Bytes] | None = None) -> None:
+        # A peer that has gone, or that asks for more than it takes away, loses the message; ROUTER sends never wait.
+        frames: list[bytes | memoryview] = [identity, encode(reply)]
+        frames.extend(memoryview(run.reshape(-1).data) for run in runs or ())
+        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)

@@ -1,0 +1,172 @@
+"""What KVPeerConnector puts on the wire and into handles: msgpack headers, and block rows as frames of their own.
+
+    consumer (DEALER)                    producer (ROUTER)
+    Hello    version, layout     ->      Welcome  version, layout
+                                         Refused  both layouts; nothing else follows
+    Pull     blocks of a lease   ->      Rows     one checksum a block, then frames with the blocks' bytes
+                                         Failed   reason
+    Ack      all of it arrived   ->      (the lease ends)
+    Release  not wanted any more ->      (the lease ends)
+
+The token that every request carries is what entitles it: handles pass through the front door, lease names can be
+guessed. Everything decoded here comes from the network; types, ranges and sizes are checked by the decoder.
+
+A bound that ZeroMQ cannot give: it gathers all frames of a message before it hands out the first, and limits the size
+of each frame but not their number. The port belongs on a network of the cluster's own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from connectors.kv.base import KVLayout
+from core.errors import IncompatibleError, InvalidRequestError
+from core.types import KVHandle
+
+WIRE_VERSION = 1
+#: Largest frame that a producer takes, and largest header that a consumer decodes.
+MAX_HEADER_BYTES = 64 * 1024
+MAX_PARAMS_BYTES = 8 * 1024
+#: Most blocks that one message may bring; far more would make one header's checksums too long.
+MAX_BLOCKS_PER_MESSAGE = 1024
+
+#: What `host` may look like; `ipc://`, `inproc://` and ZeroMQ's "source;destination" form must not pass.
+HOST_PATTERN = r"\A([A-Za-z0-9._-]{1,255}|\[?[0-9A-Fa-f:.]{2,45}\]?)\Z"
+_ADDRESS_PATTERN = r"\Atcp://([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}\Z"
+
+RequestId = Annotated[str, msgspec.Meta(max_length=1024)]
+Token = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+Sequence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Reason = Annotated[str, msgspec.Meta(max_length=8192)]
+Checksum = int  # XXH3-64; the decoder takes up to 64 bits
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    version: int
+    layout: KVLayout
+
+
+class Pull(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Blocks [first, first + count) of the lease, in the order of its block list."""
+
+    sequence: Sequence
+    lease: RequestId
+    token: Token
+    first: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS_PER_MESSAGE)]
+
+
+class Ack(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    lease: RequestId
+    token: Token
+
+
+class Release(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    lease: RequestId
+    token: Token
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    version: int
+    layout: KVLayout
+
+
+class Refused(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    reason: Reason
+
+
+class Rows(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    sequence: Sequence
+    checksums: Annotated[list[Checksum], msgspec.Meta(max_length=MAX_BLOCKS_PER_MESSAGE)]
+
+
+class Failed(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    sequence: Sequence
+    reason: Reason
+
+
+Request = Hello | Pull | Ack | Release
+Reply = Welcome | Refused | Rows | Failed
+
+
+class HandleParams(msgspec.Struct, frozen=True):
+    """KVHandle.params, as a msgpack map."""
+
+    version: int
+    address: Annotated[str, msgspec.Meta(pattern=_ADDRESS_PATTERN)]
+    instance: Annotated[str, msgspec.Meta(max_length=256)]
+    request_id: RequestId
+    token: Token
+    layout: KVLayout
+    num_blocks: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+T = TypeVar("T")
+
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUEST_DECODER: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_REPLY_DECODER: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_PARAMS_DECODER = msgspec.msgpack.Decoder(HandleParams)
+
+
+class MalformedError(Exception):
+    """Bytes from the network that are not a message of ours."""
+
+
+def new_token() -> str:
+    """128 random bits."""
+    return secrets.token_hex(16)
+
+
+def encode(message: Request | Reply | HandleParams) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode_request(frame: bytes | memoryview) -> Request:
+    """Raises MalformedError."""
+    return _decode(_REQUEST_DECODER, frame, MAX_HEADER_BYTES)
+
+
+def decode_reply(frame: bytes | memoryview) -> Reply:
+    """Raises MalformedError."""
+    return _decode(_REPLY_DECODER, frame, MAX_HEADER_BYTES)
+
+
+def decode_handle(handle: KVHandle, connector: str) -> HandleParams:
+    """The parameters of a handle that a connector class named `connector` made. Raises InvalidRequestError."""
+    if handle.connector != connector:
+        raise InvalidRequestError(f"the KV handle is of connector {handle.connector!r:.100}, not {connector!r}")
+    try:
+        params = _decode(_PARAMS_DECODER, handle.params, MAX_PARAMS_BYTES)
+    except MalformedError as error:
+        raise InvalidRequestError(f"the KV handle cannot be read: {error}") from None
+    if params.num_tokens != handle.num_tokens:
+        raise InvalidRequestError(
+            f"the KV handle contradicts itself: {handle.num_tokens} tokens outside, {params.num_tokens} inside"
+        )
+    if params.num_tokens > params.num_blocks * params.layout.block_size:
+        raise InvalidRequestError(
+            f"the KV handle contradicts itself: {params.num_tokens} tokens in {params.num_blocks} blocks"
+        )
+    return params
+
+
+def check_layout(version: int, ours: KVLayout, theirs: KVLayout) -> None:
+    """Raise IncompatibleError, with both values, unless blocks mean the same on both ends."""
+    if version != WIRE_VERSION:
+        raise IncompatibleError("version of the KV wire protocol", WIRE_VERSION, version)
+    if theirs != ours:
+        raise IncompatibleError("KV block layout", ours.describe(), theirs.describe())
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview, max_bytes: int) -> T:
+    if len(frame) > max_bytes:
+        raise MalformedError(f"{len(frame)} bytes are more than {max_bytes}")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise MalformedError(str(error)) from None

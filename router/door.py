@@ -1,0 +1,149 @@
+"""What is checked before anything is done for a request, and the form that the pipeline works on.
+
+Nothing that is refused here reaches a stage. The checks that need the model itself (placeholders, lengths, whether the
+bytes are an image) belong to the stages, whose refusals pass through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+
+from core.convert import reject_unknown_fields, sampling_from_proto
+from core.errors import DeadlineExceededError, InvalidRequestError
+from core.keys import content_hash
+from protos import common_pb2, router_pb2
+from router.settings import MAX_IMAGE_BYTES
+
+_ROLES = ("system", "user", "assistant")
+_MAX_REQUEST_ID = 128
+_MAX_SHOWN = 100  # characters of a client's text that an error repeats
+# Below this, handing the bytes to a thread takes longer than hashing them.
+_HASH_INLINE_BYTES = 256 * 1024
+
+
+class Deadline:
+    """A moment on the event loop's clock by which the answer must be complete."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, seconds: float) -> None:
+        self.at = asyncio.get_running_loop().time() + seconds
+
+    def remaining(self) -> float:
+        """Seconds left, above 0. Raises DeadlineExceededError where there are none."""
+        left = self.at - asyncio.get_running_loop().time()
+        if left <= 0:
+            raise DeadlineExceededError("the deadline passed")
+        return left
+
+
+class Image:
+    """One image part and what the router knows of it. The bytes stay in the client's message until the stream ends."""
+
+    __slots__ = ("_part", "content_hash", "number", "size_bytes")
+
+    def __init__(self, part: common_pb2.ImagePart, number: int, digest: bytes, size_bytes: int) -> None:
+        self._part = part
+        self.number = number  # in the prompt, from 1
+        self.content_hash = digest
+        self.size_bytes = size_bytes
+
+    def read(self) -> bytes:
+        """The file's bytes: a copy that protobuf makes at each access, so not to be kept."""
+        data: bytes = self._part.data
+        return data
+
+
+class Job:
+    """An accepted request."""
+
+    __slots__ = ("chat", "deadline", "images", "request_id", "sampling", "shown_id", "tenant", "tokens")
+
+    def __init__(self, request_id: str, shown_id: str, deadline: Deadline) -> None:
+        self.request_id = request_id  # ours, unique; what the stages see
+        self.shown_id = shown_id  # the client's where it has one; in replies and logs only
+        self.deadline = deadline
+        self.chat: common_pb2.ChatPrompt | None = None  # without image bytes, as prefill gets it
+        self.tokens: common_pb2.TokenPrompt | None = None
+        self.images: list[Image] = []  # in prompt order
+        self.sampling = common_pb2.SamplingParams()
+        self.tenant = ""
+
+
+async def admit(request: router_pb2.GenerateRequest, *, deadline: Deadline, served_model: str, max_images: int) -> Job:
+    """Check everything and hash the images. Raises InvalidRequestError that names the part and the limit."""
+    reject_unknown_fields(request)
+    if len(request.request_id) > _MAX_REQUEST_ID:
+        raise InvalidRequestError(f"request_id has {len(request.request_id)} characters, more than {_MAX_REQUEST_ID}")
+    if request.model and request.model != served_model:
+        raise InvalidRequestError(f"model={_shown(request.model)} is not served here, only {served_model!r}")
+    internal_id = uuid.uuid4().hex
+    job = Job(internal_id, request.request_id or internal_id, deadline)
+    sampling = sampling_from_proto(request.sampling)
+    job.sampling.CopyFrom(request.sampling)
+    if not sampling.greedy and sampling.seed is None:
+        # Chosen here, so that whichever worker continues the request draws the same numbers.
+        job.sampling.seed = secrets.randbits(63)
+    match request.WhichOneof("prompt"):
+        case "chat":
+            job.chat, parts = _strip_chat(request.chat)
+        case "tokens":
+            job.tokens, parts = _strip_tokens(request.tokens)
+        case _:
+            raise InvalidRequestError("prompt: neither chat nor tokens is given")
+    if len(parts) > max_images:
+        raise InvalidRequestError(f"prompt: {len(parts)} images, the limit is {max_images}")
+    for number, part in enumerate(parts, 1):
+        job.images.append(await _open(part, number))
+    return job
+
+
+def _strip_chat(chat: common_pb2.ChatPrompt) -> tuple[common_pb2.ChatPrompt, list[common_pb2.ImagePart]]:
+    stripped = common_pb2.ChatPrompt()
+    images: list[common_pb2.ImagePart] = []
+    for i, message in enumerate(chat.messages):
+        if message.role not in _ROLES:
+            raise InvalidRequestError(f"messages[{i}].role={_shown(message.role)} is none of {', '.join(_ROLES)}")
+        copy = stripped.messages.add(role=message.role)
+        for j, part in enumerate(message.content):
+            match part.WhichOneof("part"):
+                case "text":
+                    copy.content.add().text.text = part.text.text
+                case "image":
+                    images.append(part.image)
+                    copy.content.add().image.SetInParent()
+                case _:
+                    raise InvalidRequestError(f"messages[{i}].content[{j}] is empty: neither text nor image")
+    if not any(message.content for message in stripped.messages):
+        raise InvalidRequestError("messages: none has any content")
+    return stripped, images
+
+
+def _strip_tokens(tokens: common_pb2.TokenPrompt) -> tuple[common_pb2.TokenPrompt, list[common_pb2.ImagePart]]:
+    if not tokens.token_ids:
+        raise InvalidRequestError("tokens.token_ids is empty")
+    stripped = common_pb2.TokenPrompt(token_ids=tokens.token_ids)
+    for _ in tokens.images:
+        stripped.images.add()
+    return stripped, list(tokens.images)
+
+
+async def _open(part: common_pb2.ImagePart, number: int) -> Image:
+    if part.WhichOneof("source") == "url":
+        raise InvalidRequestError(f"image {number}: image URLs are not allowed on this server")
+    data = part.data
+    if not data:
+        raise InvalidRequestError(f"image {number}: it has no bytes")
+    if len(data) > MAX_IMAGE_BYTES:
+        raise InvalidRequestError(f"image {number}: {len(data)} bytes, the limit is {MAX_IMAGE_BYTES}")
+    if len(data) <= _HASH_INLINE_BYTES:
+        digest = content_hash(data)
+    else:
+        digest = await asyncio.to_thread(content_hash, data)
+    return Image(part, number, digest, len(data))
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…")

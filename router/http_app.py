@@ -1,0 +1,55 @@
+"""The router's HTTP side: probes and metrics."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from core.errors import ConfigError
+from core.server import address, check_bindable
+
+
+class HttpServer:
+    """`/health`: the process lives. `/ready`: it takes requests. `/metrics`: Prometheus text. Event loop only."""
+
+    def __init__(self, host: str, port: int, *, registry: CollectorRegistry, is_ready: Callable[[], bool]) -> None:
+        self._host = host
+        self._port = port
+        self._registry = registry
+        self._is_ready = is_ready
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(app, access_log=None)
+
+    async def start(self) -> str:
+        """Listen; returns `host:port`. Raises ConfigError that names `--http-port` where it cannot."""
+        check_bindable(self._host, self._port, port_option="--http-port")
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            reason = "in use" if error.errno == errno.EADDRINUSE else "cannot be listened on"
+            raise ConfigError("--http-port", self._port, f"{reason} on {self._host}") from error
+        return address(self._host, self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Stop listening, end what is being answered. Without effect before `start`."""
+        await self._runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        if self._is_ready():
+            return web.Response(text="ready\n")
+        return web.Response(status=503, text="not ready\n")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

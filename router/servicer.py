@@ -1,0 +1,106 @@
+"""`triptych.v1.Router` on the wire: admits a request, hands it to the pipeline, and turns its end into a status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+
+import grpc
+
+from core.errors import DeadlineExceededError, StageUnavailableError
+from core.server import guarded
+from core.types import Stage
+from core.version import version
+from protos import common_pb2, router_pb2, router_pb2_grpc
+from router.admission import Admission
+from router.door import Deadline, admit
+from router.metrics import RouterMetrics
+from router.pipeline import Pipeline
+from router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "triptych.v1.Router"
+
+
+class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # generated code has no types
+    """Event loop only. `ready` is set by the entry point once every stage serves."""
+
+    def __init__(self, settings: RouterSettings, pipeline: Pipeline, metrics: RouterMetrics) -> None:
+        self.ready = False
+        self._settings = settings
+        self._pipeline = pipeline
+        self._metrics = metrics
+        self._admission = Admission(settings.max_inflight, settings.max_image_bytes_held, metrics)
+        self._instance_id = uuid.uuid4().hex
+
+    async def Generate(  # noqa: N802 - the name of the RPC
+        self,
+        request: router_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[router_pb2.GenerateRequest, router_pb2.GenerateResponse],
+    ) -> None:
+        # Writes instead of yielding: a generator that is cancelled while its message is being sent would not learn of
+        # it before it is collected.
+        async with guarded(context, "Router.Generate"):
+            outcome = "error"
+            try:
+                await self._generate(request, context)
+                outcome = "ok"
+            except asyncio.CancelledError:
+                outcome = "cancelled"
+                raise
+            finally:
+                self._metrics.requests.labels(outcome=outcome).inc()
+
+    async def _generate(
+        self,
+        request: router_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[router_pb2.GenerateRequest, router_pb2.GenerateResponse],
+    ) -> None:
+        if not self.ready:
+            raise StageUnavailableError(Stage.ROUTER, "it still waits for its workers")
+        time_remaining = context.time_remaining()
+        deadline = Deadline(self._settings.request_timeout_s if time_remaining is None else time_remaining)
+        fleet = self._pipeline.fleet
+        with self._admission.request():
+            try:
+                async with asyncio.timeout_at(deadline.at):
+                    job = await admit(
+                        request,
+                        deadline=deadline,
+                        served_model=fleet.language_info.model,
+                        max_images=fleet.max_images_per_prompt,
+                    )
+                    logger.debug("request %s is the client's %r", job.request_id, job.shown_id)
+                    with self._admission.images(sum(image.size_bytes for image in job.images)):
+                        await self._pipeline.run(job, context.write)
+            except TimeoutError:
+                raise DeadlineExceededError("the deadline passed") from None
+
+    async def GetServerInfo(  # noqa: N802 - the name of the RPC
+        self,
+        request: common_pb2.GetServerInfoRequest,
+        context: grpc.aio.ServicerContext[common_pb2.GetServerInfoRequest, common_pb2.ServerInfo],
+    ) -> common_pb2.ServerInfo:
+        async with guarded(context, "Router.GetServerInfo"):
+            info = common_pb2.ServerInfo(version=version(), stage=Stage.ROUTER.value, instance_id=self._instance_id)
+            if self.ready:
+                fleet = self._pipeline.fleet
+                language = fleet.language_info
+                info.model = language.model
+                info.family = language.family
+                info.namespace_digest = language.namespace_digest
+                info.dtype = language.dtype
+                info.embed_width = language.embed_width
+                info.max_model_len = language.max_model_len
+                info.max_images_per_prompt = fleet.max_images_per_prompt
+            return info
+
+    async def GetLoad(  # noqa: N802 - the name of the RPC
+        self,
+        request: common_pb2.GetLoadRequest,
+        context: grpc.aio.ServicerContext[common_pb2.GetLoadRequest, common_pb2.Load],
+    ) -> common_pb2.Load:
+        async with guarded(context, "Router.GetLoad"):
+            return common_pb2.Load(num_requests_running=self._admission.num_running, counters=self._metrics.counters())

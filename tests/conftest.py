@@ -1,0 +1,26 @@
+"""What all tests share: one small checkpoint, and its reference."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# The reference runs beside the services; threads of its that spin would take their cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random-weight qwen3_vl checkpoint in float32, laid out like a downloaded one."""
+    from demo.random_checkpoint import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model: Path) -> object:
+    from tests.reference import Reference
+
+    return Reference(tiny_model)

@@ -1,0 +1,34 @@
+"""Every pair of connector sides that a test makes is closed, and leaves no thread behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+import torch
+
+from tests.connectors.support import ECPair, KVPair, connector_threads
+
+Pair = TypeVar("Pair", ECPair, KVPair)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Pair], Pair]]:
+    """Hands a pair through and closes it, twice, after the test."""
+    pairs: list[ECPair | KVPair] = []
+
+    def keep(pair: Pair) -> Pair:
+        pairs.append(pair)
+        return pair
+
+    yield keep
+    for pair in pairs:
+        pair.close()
+        pair.close()
+    assert connector_threads() == []

@@ -28,9 +28,10 @@ from engine.wire import ENGINE_IDENTITY, EngineStart, Fatal, InMessage, OutMessa
 #: A start reads and digests all weights; a large checkpoint on a slow disk takes minutes.
 START_TIMEOUT_S = 900.0
 _STOP_TIMEOUT_S = 10.0
-#: OpenMP threads that spin while they wait take the cores from the other stages on the same machine: with four processes
-#: on two cores a request took thirty times as long. The environment may say otherwise.
-_OMP_WAIT_POLICY = "PASSIVE"
+#: OpenMP threads spin between two parallel regions. As long as the default says, they take the cores from the other stages
+#: on the same machine (a request over four processes on two cores took thirty times as long); not at all, and a decode
+#: step alone takes a third longer. This is some tens of microseconds. The environment may say otherwise.
+_SPIN_COUNT = "20000"
 T = TypeVar("T")
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,7 +67,7 @@ class AsyncMPClient:
             "engine.core_process",
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in a terminal is for us: we drain, then stop the engine
-            env={"OMP_WAIT_POLICY": _OMP_WAIT_POLICY, **os.environ, "PYTHONPATH": path},
+            env={"GOMP_SPINCOUNT": _SPIN_COUNT, **os.environ, "PYTHONPATH": path},
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(EngineStart(self._config, *addresses)) + b"\n")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-# The reference runs beside the services; threads of its that spin would take their cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# The reference runs beside the services: see engine/client.py.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
 @pytest.fixture(scope="session")

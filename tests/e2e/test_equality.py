@@ -57,7 +57,9 @@ def test_a_prompt_longer_than_the_token_budget(cluster: Cluster, reference: Refe
     num_tokens = inputs["input_ids"].shape[1]
     image = inputs["mm_token_type_ids"][0].tolist()
     borders = range(TOKEN_BUDGET, num_tokens, TOKEN_BUDGET)
-    assert any(image[border - 1] and image[border] for border in borders), "no image lies across the border of two chunks"
+    assert any(image[border - 1] and image[border] for border in borders), (
+        "no image lies across the border of two chunks"
+    )
     assert cluster.tokens(LONG) == reference.generate(LONG, NUM_TOKENS)
 
 
@@ -67,10 +69,15 @@ def test_token_prompts(cluster: Cluster, reference: Reference) -> None:
     request = chat_request(conversation)
     image_token = reference.model.config.image_token_id
     messages = [
-        {"role": role, "content": [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts]}
+        {
+            "role": role,
+            "content": [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts],
+        }
         for role, parts in conversation
     ]
-    ids = reference.tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    ids = reference.tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
     assert ids.count(image_token) == 2
     images = [part.image for message in request.chat.messages for part in message.content if part.HasField("image")]
     request.tokens.token_ids.extend(ids)  # a oneof: this takes the place of `chat`

@@ -1,0 +1,1 @@
+"""Measurements. Programs that a person runs, never timed tests."""

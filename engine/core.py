@@ -57,7 +57,9 @@ class EngineCore:
         device = pick_device(config.device)
         adapter = open_model(model_dir, config.dtype)
         vision, language = config.ec_role.produces, config.ec_role.consumes
-        max_model_len = min(config.max_model_len or adapter.max_position, adapter.max_position)
+        max_model_len = config.max_model_len or adapter.max_position
+        if max_model_len > adapter.max_position:
+            raise ConfigError("--max-model-len", max_model_len, f"the model has {adapter.max_position} positions")
         weights = weights_digest(model_dir, weight_files(model_dir))
         dtype = str(adapter.dtype).removeprefix("torch.")
         namespace = namespace_digest(
@@ -177,7 +179,30 @@ class EngineCore:
             reason = f"the request needs {stage}, and this worker has none (--ec-role)"
             self.scheduler.refuse(request.request_id, ErrorKind.INCOMPATIBLE, reason)
             return
+        if not wants_vision and (reason := self._problem_with(request)):
+            self.scheduler.refuse(request.request_id, ErrorKind.INVALID_REQUEST, reason)
+            return
         self.scheduler.add_request(request)
+
+    def _problem_with(self, request: EngineCoreRequest) -> str:
+        """What would end the engine in the middle of a step, and with it every other request; "" where all is well."""
+        num_prompt, num_given = len(request.prompt_token_ids), len(request.output_token_ids)
+        if not 0 < num_prompt <= num_prompt + num_given < self.info.max_model_len:
+            return f"prompt: {num_prompt} tokens and {num_given} generated ones, max_model_len is {self.info.max_model_len}"
+        vocab_size = self.runner.adapter.vocab_size
+        for token_ids in (request.prompt_token_ids, request.output_token_ids):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+                return f"prompt: holds a token outside the vocabulary of {vocab_size}"
+        end = 0
+        for i, placed in enumerate(request.features, start=1):
+            if not end <= placed.offset < placed.end <= num_prompt:
+                return f"image {i}: stands at tokens {placed.offset} to {placed.end} of {num_prompt}, from {end} on is free"
+            end = placed.end
+        try:
+            self.runner.adapter.positions(num_prompt, request.features)
+        except ValueError:
+            return "images: a grid and its number of embeddings contradict each other"
+        return ""
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)

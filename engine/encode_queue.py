@@ -26,6 +26,9 @@ from engine.scheduler_output import ImageToEncode, ImageToPrepare, ModelRunnerOu
 from engine.stats import StatsCollector
 
 _SAVE = "save"
+#: Images are prepared ahead of the tower for this many of its steps: pixels are many times as large as the files, and a
+#: burst of images must not be held as pixels all at once.
+_AHEAD_STEPS = 4
 
 
 class _State(enum.Enum):
@@ -77,6 +80,9 @@ class EncodeQueue:
         """Jobs with and without waiters; the engine has work while there are any."""
         return len(self._jobs)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._key_of
+
     def makes(self, key: str) -> bool:
         """Whether the item is on its way."""
         return key in self._jobs
@@ -113,6 +119,10 @@ class EncodeQueue:
         """Add this step's images to `out`; return the requests whose item turned out to be stored already."""
         done: list[EngineCoreOutput] = []
         budget = self._max_batched_embeds
+        ahead = sum(
+            job.feature.num_embeds for job in self._jobs.values() if job.state in (_State.PREPARING, _State.PREPARED)
+        )
+        room = True
         out.forget_prepared, self._forget = self._forget, []
         for key, job in list(self._jobs.items()):
             if job.state is _State.LOOKING:
@@ -127,17 +137,19 @@ class EncodeQueue:
                     self._cache.hold(key, _SAVE)
                     out.save[key] = self._cache.where(key)
                     self._enter(job, _State.SAVING)
-                elif not self._cache.is_filling(key):
+                elif not self._cache.is_filling(key) and ahead < _AHEAD_STEPS * self._max_batched_embeds:
+                    ahead += job.feature.num_embeds
                     self._stats.count("ec_misses_total")
                     out.prepare.append(ImageToPrepare(job.feature, job.image))
                     self._enter(job, _State.PREPARING)
             elif job.state is _State.PREPARED:
                 # At least one image a step, however large; then as many as the budget takes.
                 rows = job.feature.num_embeds
-                if out.encode and rows > budget:
+                if not room or (out.encode and rows > budget):
                     continue
                 where = self._cache.allocate(key, rows)
                 if where is None:
+                    room = False  # smaller ones that came later must not take the rows that this one waits for
                     continue
                 budget -= rows
                 job.spans.append(self._span("queue", job.arrival_s, ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,7 @@ class InputBatch:
         self._prompt_positions: list[NDArray[np.int64] | None] = [None] * max_num_seqs
         self._num_position_rows = num_position_rows
         self.sampling: list[SamplingParams | None] = [None] * max_num_seqs
+        self.seeds = [0] * max_num_seqs
         self.stop_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self.num_prompt_tokens = [0] * max_num_seqs
 
@@ -61,6 +63,8 @@ class InputBatch:
         self._position_delta[row] = delta
         self._prompt_positions[row] = positions
         self.sampling[row] = new.sampling
+        # Without a seed of its own every request draws one, else equal prompts would get equal answers.
+        self.seeds[row] = secrets.randbits(63) if new.sampling.seed is None else new.sampling.seed
         self.stop_ids[row] = new.stop_ids
         self.num_prompt_tokens[row] = len(new.prompt_token_ids)
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from core.config import EngineConfig
-from core.errors import EngineError
+from core.errors import ConfigError, EngineError
 from core.images import read_header
 from core.keys import content_hash, item_key
-from core.types import Feature, SamplingParams
+from core.types import ECRole, Feature, SamplingParams
 from core.vision_grid import VisionGrid
 from engine.inproc_client import InprocClient
 from engine.prompts import ChatMessage, PromptProcessor
@@ -26,12 +26,18 @@ class LLM:
     """Generates for a list of conversations. The configuration's role must be `ec_both`."""
 
     def __init__(self, config: EngineConfig) -> None:
+        if config.ec_role is not ECRole.BOTH:
+            raise ConfigError("--ec-role", config.ec_role, f"offline generation needs {ECRole.BOTH}")
+        self._grid = VisionGrid.from_model(config.model)
         self._client = InprocClient(config)
         self._info = self._client.info
-        self._prompts = PromptProcessor(
-            config.model, max_model_len=self._info.max_model_len, max_images=config.max_images_per_prompt
-        )
-        self._grid = VisionGrid.from_model(config.model)
+        try:
+            self._prompts = PromptProcessor(
+                config.model, max_model_len=self._info.max_model_len, max_images=config.max_images_per_prompt
+            )
+        except ConfigError:
+            self.close()
+            raise
 
     def generate(
         self,
@@ -74,21 +80,27 @@ class LLM:
         return EngineCoreRequest(f"encode-{key[:16]}", time.time(), image=image, feature=feature)
 
     def _run(self, requests: Sequence[EngineCoreRequest], what: str, progress: bool) -> list[EngineCoreOutput]:
-        """Add all, step until all have ended; the last output of each, with all of its tokens."""
+        """Add all, step until all have ended; the last output of each, with all of its tokens. Where one fails, the
+        others are dropped."""
         ended: dict[str, EngineCoreOutput] = {}
         tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        for request in requests:
-            self._client.add(request)
-        with tqdm(total=len(requests), desc=what, disable=not progress) as bar:
-            while len(ended) < len(requests):
-                for output in self._client.step():
-                    if output.error_kind is not None or output.missing:
-                        raise EngineError(f"{output.request_id}: {output.error or 'images are missing'}")
-                    tokens[output.request_id] += output.new_token_ids
-                    if output.finished:
-                        output.new_token_ids = tokens[output.request_id]
-                        ended[output.request_id] = output
-                        bar.update()
+        try:
+            for request in requests:
+                self._client.add(request)
+            with tqdm(total=len(requests), desc=what, disable=not progress) as bar:
+                while len(ended) < len(requests):
+                    for output in self._client.step():
+                        if output.error_kind is not None or output.missing:
+                            raise EngineError(f"{output.request_id}: {output.error or 'images are missing'}")
+                        tokens[output.request_id] += output.new_token_ids
+                        if output.finished:
+                            output.new_token_ids = tokens[output.request_id]
+                            ended[output.request_id] = output
+                            bar.update()
+        except BaseException:
+            for request in requests:
+                self._client.abort(request.request_id)
+            raise
         return [ended[request.request_id] for request in requests]
 
     def _output(self, output: EngineCoreOutput, sampling: SamplingParams) -> RequestOutput:

@@ -268,5 +268,5 @@ class ModelRunner:
             params.append(sampling)
             indices.append(num_output)
             forbidden.append(self._batch.stop_ids[row] if num_output < sampling.min_tokens else [])
-            seeds.append(sampling.seed or 0)
+            seeds.append(self._batch.seeds[row])
         return SamplingBatch(params, indices, seeds, forbidden).sample(logits)

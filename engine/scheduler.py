@@ -21,8 +21,8 @@ from collections import deque
 
 from connectors.ec.base import ECConnectorBase, ECConnectorOutput, ECItem
 from connectors.kv.base import KVConnectorBase, KVConnectorOutput
-from core.errors import TriptychError
-from core.types import FinishReason, PlacedFeature, Span, Usage
+from core.errors import IncompatibleError, TriptychError
+from core.types import FinishReason, KVRole, PlacedFeature, Span, Usage
 from engine.encode_queue import EncodeQueue
 from engine.encoder_cache_manager import EncoderCacheManager
 from engine.kv_cache_manager import KVCacheManager
@@ -67,6 +67,8 @@ class Scheduler:
         self._forget: list[str] = []  # requests that the runner must drop
         self._ready_outputs: list[EngineCoreOutput] = []  # ends that no model run brings
         self._load_started: dict[str, float] = {}  # item key -> time
+        self._lost: dict[str, set[str]] = {}  # request id -> keys that could not be loaded while it waited for them
+        self._news = False  # whether the next step may do what the last could not
         self._evictions_counted = 0
 
     # ---- requests come and go ----
@@ -88,11 +90,16 @@ class Scheduler:
 
     @property
     def can_step(self) -> bool:
-        """Whether the next step may compute something, as against wait for a look-up, a load or a pull."""
-        return bool(self._running or self._waiting or self._ready_outputs)
+        """Whether the next step may bring something, as against wait for a look-up, a load, a pull or the end of a lease.
+        Waiting requests alone are no reason: the last step has found no room for them."""
+        return bool(self._running or self._ready_outputs or self._news)
 
     def add_request(self, made: EngineCoreRequest) -> None:
         """Take a request. One that cannot be served ends with an error in the next step's outputs."""
+        self._news = True
+        if made.request_id in self._requests or self.kv.has_lease(made.request_id) or made.request_id in self.encodes:
+            self.refuse(made.request_id, ErrorKind.INVALID_REQUEST, f"request id {made.request_id} is in use")
+            return
         if self.num_requests >= self.settings.max_waiting:
             self.refuse(made.request_id, ErrorKind.OVERLOADED, f"{self.num_requests} requests are held, the limit")
             return
@@ -102,9 +109,15 @@ class Scheduler:
             else:
                 self.encodes.add(made)
             return
-        if self._kv_connector is None and (made.hand_over or made.kv is not None):
-            self.refuse(made.request_id, ErrorKind.INCOMPATIBLE, "this worker has no KV connector (--kv-role)")
-            return
+        role = None if self._kv_connector is None else self._kv_connector.config.role
+        for wanted, fits, what in (
+            (made.hand_over, role is not None and role.produces, KVRole.PRODUCER),
+            (made.kv is not None, role is not None and role.consumes, KVRole.CONSUMER),
+        ):
+            if wanted and not fits:
+                reason = f"the request needs a {what}, this worker is {role or 'none'} (--kv-role, --kv-connector)"
+                self.refuse(made.request_id, ErrorKind.INCOMPATIBLE, reason)
+                return
         request = Request.from_core(made, self.settings.max_model_len)
         for placed in request.features:
             if placed.feature.num_embeds > self.cache.num_rows:
@@ -119,6 +132,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """End a request without an answer and free all that it holds. Unknown ids are ignored."""
+        self._news = True
         if self.encodes.abort(request_id):
             return
         request = self._requests.get(request_id)
@@ -144,12 +158,15 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """This step's work. The runner must execute it, and `update_from_output` must follow."""
         out = SchedulerOutput()
+        self._news = False
         self._ready_outputs += self.encodes.schedule(out)
         self._unpark()
         preemptions = self.stats.counters["num_preemptions_total"]
         budget = self._schedule_running(out, self.settings.max_num_batched_tokens)
         if self.stats.counters["num_preemptions_total"] == preemptions:
-            self._schedule_waiting(out, budget)  # else it would give back what was just taken
+            self._schedule_waiting(out, budget)
+        else:
+            self._news = True  # now it would only give back what was just taken; the next step may
         out.finished_request_ids, self._forget = self._forget, []
         out.ec_metadata = self._ec.build_connector_meta()
         if self._kv_connector is not None:
@@ -182,6 +199,8 @@ class Scheduler:
                     continue
                 return
             if request.request_id not in self._known and len(self._known) >= self.settings.max_num_seqs:
+                if self._bring_known_forward():
+                    continue
                 return
             wanted = min(request.num_tokens - request.num_computed_tokens, budget)
             num_tokens, uses = self._fit_items(request, wanted)
@@ -205,6 +224,16 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             self._put(out, request, num_tokens, blocks, uses)
             budget -= num_tokens
+
+    def _bring_known_forward(self) -> bool:
+        """The runner has no row left for the first waiting request: let one pass that has a row. False where none waits.
+        Without this the two would wait for each other, since rows come free only when requests go on."""
+        for request in self._waiting:
+            if request.request_id in self._known:
+                self._waiting.remove(request)
+                self._waiting.appendleft(request)
+                return True
+        return False
 
     def _put(
         self, out: SchedulerOutput, request: Request, num_tokens: int, new_blocks: list[int], uses: list[ItemUse]
@@ -284,7 +313,9 @@ class Scheduler:
             num_tokens = self._kv_connector.get_num_new_matched_tokens(request.kv)
         except TriptychError as error:
             self._waiting.popleft()
-            self._end(request, Ended(RequestStatus.FINISHED_ERROR, error_kind=ErrorKind.INCOMPATIBLE, error=str(error)))
+            differs = isinstance(error, IncompatibleError)
+            kind = ErrorKind.INCOMPATIBLE if differs else ErrorKind.INVALID_REQUEST
+            self._end(request, Ended(RequestStatus.FINISHED_ERROR, error_kind=kind, error=str(error)))
             return True
         if num_tokens != request.num_tokens - 1:
             self._waiting.popleft()
@@ -354,7 +385,10 @@ class Scheduler:
                     self.cache.hold(key, request.request_id)
                     request.held_items.add(key)
             elif not self.cache.is_filling(key) and not self.encodes.makes(key):
-                present = self._ec.has_cache_item(key)
+                # One that could not be loaded is missing, whatever the store says: else a file that is listed but cannot
+                # be read would be loaded for ever.
+                lost = key in self._lost.get(request.request_id, ())
+                present = False if lost else self._ec.has_cache_item(key)
                 if present is None:
                     undecided = True
                 elif present:
@@ -414,10 +448,14 @@ class Scheduler:
     def update_from_output(self, out: SchedulerOutput, made: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take a step's results; return what there is to tell."""
         outputs = self.encodes.update(made)
+        if made.prepared or made.encoded or outputs:
+            self._news = True
         if made.ec is not None:
             self._take_ec_output(made.ec)
+            self._news |= bool(made.ec)
         if made.kv is not None:
             self._take_kv_output(made.kv)
+            self._news |= bool(made.kv)
         for request_id, num_tokens in out.num_scheduled_tokens.items():
             request = self._requests[request_id]
             request.num_computed_tokens += num_tokens
@@ -483,6 +521,9 @@ class Scheduler:
             if key in made.failed_loading:
                 self.stats.count("ec_load_failures_total")
                 self.cache.drop(key)
+                for request in self._parked.values():
+                    if any(placed.feature.key == key for placed in request.features):
+                        self._lost.setdefault(request.request_id, set()).add(key)
             else:
                 self.cache.set_ready(key)
         for request in self._parked.values():
@@ -550,6 +591,7 @@ class Scheduler:
         self, request: Request, ended: Ended, *, new_token_ids: list[int] | None = None, tell: bool = True
     ) -> None:
         """The one way out: everything that a request holds is freed here. It must be in no list any more."""
+        self._news = True  # what it held may be what others wait for
         request.status = ended.status
         self._let_go_items(request)
         if request.hand_over and ended.status is RequestStatus.FINISHED_LENGTH and ended.reason is None:
@@ -562,6 +604,7 @@ class Scheduler:
             self.kv.free(request)
         self._forget_in_runner(request)
         del self._requests[request.request_id]
+        self._lost.pop(request.request_id, None)
         self._ec.request_finished(request.request_id)
         if not tell:
             return

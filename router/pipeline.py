@@ -42,7 +42,7 @@ class Pipeline:
         self.metrics = metrics
         self.stages = Stages(fleet, metrics)
         self.releases = Releases()
-        self.inflight: Inflight[tuple[bytes, str], encoder_pb2.EncodeResponse] = Inflight()
+        self.inflight: Inflight[tuple[bytes, str, bool], encoder_pb2.EncodeResponse] = Inflight()
 
     async def run(self, job: Job, send: Send) -> None:
         """Answer one request through `send`, the last message with `finished`.
@@ -112,27 +112,32 @@ class _Run:
 
     # -- encode --
 
-    async def _encode(self, images: Iterable[Image]) -> None:
+    async def _encode(self, images: Iterable[Image], *, reported_missing: bool = False) -> None:
         """Encode in parallel; the first failure cancels the others."""
         try:
             async with asyncio.TaskGroup() as group:
                 for image in images:
-                    group.create_task(self._encode_one(image))
+                    group.create_task(self._encode_one(image, reported_missing))
         except BaseExceptionGroup as failures:
             # One is enough for the client.
             raise failures.exceptions[0] from None
 
-    async def _encode_one(self, image: Image) -> None:
+    async def _encode_one(self, image: Image, reported_missing: bool) -> None:
         job, shared = self._job, self._shared
         start_s = time.time()
-        key = (image.content_hash, job.tenant)
+        # A call that trusts the encoder's memory is no answer for one that must not.
+        key = (image.content_hash, job.tenant, reported_missing)
         if key in shared.inflight:
             shared.metrics.images_joined.inc()
         try:
             response = await shared.inflight.get(
                 key,
                 lambda: shared.stages.encode(
-                    image, request_id=job.request_id, tenant=job.tenant, deadline=job.deadline
+                    image,
+                    request_id=job.request_id,
+                    tenant=job.tenant,
+                    deadline=job.deadline,
+                    reported_missing=reported_missing,
                 ),
             )
         except InvalidRequestError as error:
@@ -166,7 +171,7 @@ class _Run:
         if not images:
             raise EngineError(f"{stage} misses items and names none")
         logger.warning("%s: %s misses %d items; encoding them again", self._job.request_id, stage, len(images))
-        await self._encode(images)
+        await self._encode(images, reported_missing=True)
 
     # -- prefill --
 

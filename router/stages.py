@@ -84,13 +84,18 @@ class Stages:
         self._metrics = metrics
 
     async def encode(
-        self, image: Image, *, request_id: str, tenant: str, deadline: Deadline
+        self, image: Image, *, request_id: str, tenant: str, deadline: Deadline, reported_missing: bool
     ) -> encoder_pb2.EncodeResponse:
-        """Have one image encoded, at the worker where equal images meet if it can."""
+        """Have one image encoded, at the worker where equal images meet if it can. `reported_missing`: a stage did not
+        find its item, so the encoder must look afresh."""
 
         def call(worker: Worker) -> Any:
             request = encoder_pb2.EncodeRequest(
-                request_id=request_id, image=image.read(), content_hash=image.content_hash, tenant=tenant
+                request_id=request_id,
+                image=image.read(),
+                content_hash=image.content_hash,
+                tenant=tenant,
+                reported_missing=reported_missing,
             )
             return worker.stub.Encode(request, timeout=deadline.remaining())
 

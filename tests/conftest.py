@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-# The reference runs beside the services: see engine/client.py.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+# Small models, many processes, two cores: one thread each is fastest. The services inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

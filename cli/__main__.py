@@ -10,7 +10,7 @@ import click
 from cli.bench.command import bench
 from cli.generate import generate
 from cli.up import up
-from core.errors import EXIT_CONFIG, TriptychError
+from core.errors import EXIT_CONFIG, ConfigError, TriptychError
 from core.version import version
 
 _EXIT_INTERRUPTED = 130  # the shell's word for Ctrl-C
@@ -40,7 +40,7 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except TriptychError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        sys.exit(EXIT_CONFIG if isinstance(error, ConfigError) else 1)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(_EXIT_INTERRUPTED)
 

@@ -21,18 +21,25 @@ import msgspec
 from cli import reaper
 from cli.process import Child
 
-_HOST = "127.0.0.1"
+#: What every process of a local cluster listens on.
+HOST = "127.0.0.1"
 _ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("encoder", "prefill", "decode")
 _STORAGE_CONNECTOR = "ECSharedStorageConnector"
 
 
 class ClusterError(Exception):
-    """A process of the cluster ended, or was not ready in time. The message ends with its last lines."""
+    """A process of the cluster ended, or was not ready in time. The message ends with the error that it gave, which is
+    one line; where it gave none, with its last lines."""
 
     def __init__(self, child: Child, what: str) -> None:
-        super().__init__("\n".join([f"{child.name} {what}", *(f"  {line}" for line in child.tail())]))
+        lines = child.tail()
+        errors = [line for line in lines if line.startswith("error: ")]
+        said = f": {errors[-1].removeprefix('error: ')}" if errors else "".join(f"\n  {line}" for line in lines)
+        super().__init__(f"{child.name} {what}{said}")
         self.name = child.name
+        #: Of the process; None where it still runs.
+        self.exit_code = child.process.poll() if child.started else None
 
 
 class StartAbandonedError(Exception):
@@ -216,12 +223,12 @@ class LocalCluster:
 
     def _make_worker(self, stage: str, index: int, port: int, args: list[str]) -> Child:
         name = f"{stage}-{index}"
-        fixed = [f"--host={_HOST}", f"--port={port}", "--metrics-port=0", f"--where={name}"]
+        fixed = [f"--host={HOST}", f"--port={port}", "--metrics-port=0", f"--where={name}"]
         return self._child(name, self.modules[stage], [*fixed, *args])
 
     def _make_router(self) -> Child:
         lists = [f"--{stage}={','.join(worker.grpc for worker in self.workers[stage])}" for stage in STAGES]
-        return self._child("router", "router", [f"--host={_HOST}", *lists, *self._router_args])
+        return self._child("router", "router", [f"--host={HOST}", *lists, *self._router_args])
 
     def _child(self, name: str, module: str, args: list[str]) -> Child:
         log_path = self._log_dir / f"{name}.log" if self._log_dir is not None else None
@@ -259,7 +266,7 @@ def _free_ports(count: int) -> list[int]:
         ports = []
         for _ in range(count):
             probe = stack.enter_context(socket.socket())
-            probe.bind((_HOST, 0))
+            probe.bind((HOST, 0))
             ports.append(int(probe.getsockname()[1]))
         return ports
 

@@ -10,7 +10,9 @@ from types import FrameType
 
 import click
 
-from cli.cluster import ClusterError, LocalCluster, StartAbandonedError
+from cli.cluster import HOST, ClusterError, LocalCluster, StartAbandonedError
+from core.errors import EXIT_CONFIG
+from core.server import check_bindable
 
 # Options of the services that `up` knows by name and hands on as they are; the services check the values.
 _SERVICE_OPTIONS = {
@@ -34,6 +36,12 @@ _SERVICE_OPTIONS = {
     "--kv-connector-extra-config": "Settings of the KV connector, as JSON.",
     "--kv-transfer-config": "vLLM's spelling of the KV options.",
 }
+
+
+class _ConfigException(click.ClickException):
+    """A process of the cluster found an option or a file wrong."""
+
+    exit_code = EXIT_CONFIG
 
 
 def _service_options(command: click.Command) -> click.Command:
@@ -77,6 +85,9 @@ def up(
     service_args = [
         f"--{name.replace('_', '-')}={value}" for name, value in service_options.items() if value is not None
     ]
+    # At once, and not after the stages have loaded their weights.
+    check_bindable(HOST, router_port, port_option="--router-port")
+    check_bindable(HOST, http_port, port_option="--http-port")
     cluster = LocalCluster(
         model,
         encoders=encoders,
@@ -112,6 +123,7 @@ def up(
     except StartAbandonedError:
         pass
     except ClusterError as error:
-        raise click.ClickException(str(error)) from error
+        failure = _ConfigException if error.exit_code == EXIT_CONFIG else click.ClickException
+        raise failure(str(error)) from error
     finally:
         cluster.stop()

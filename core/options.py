@@ -33,7 +33,8 @@ _KV_ROLES = {Stage.PREFILL: KVRole.PRODUCER, Stage.DECODE: KVRole.CONSUMER}
 
 _STORAGE_CONNECTOR = "ECSharedStorageConnector"
 _PEER_CONNECTOR = "KVPeerConnector"
-_DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
+#: Where `make demo` makes the demo model.
+_DEMO_MODEL = Path(__file__).resolve().parents[1] / ".cache" / "model"
 _MAX_IMAGES_LIMIT = 1024
 
 

@@ -27,6 +27,7 @@ from grpc_reflection.v1alpha import reflection
 
 from core.errors import ConfigError, EngineError, TriptychError, to_status
 from core.health import Health
+from core.malformed import RefuseMalformed
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class GrpcServer:
             ("grpc.so_reuseport", 0),
         )
         #: Add servicers to this before `start`.
-        self.server: grpc.aio.Server = grpc.aio.server(options=options, interceptors=tuple(interceptors))
+        self.server: grpc.aio.Server = grpc.aio.server(options=options, interceptors=(RefuseMalformed(), *interceptors))
         self._health: Health | None = None
 
     async def start(self, service_names: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""The texts of a random checkpoint: what its tokenizer is trained on, and its chat template."""
+"""The texts of random checkpoints: what their tokenizers are trained on, and their chat templates."""
 
 # ruff: noqa: RUF001 - letters of other scripts are what the tokenizer shall see
 from __future__ import annotations
@@ -66,5 +66,52 @@ QWEN_CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+#: In the manner of Qwen2-VL's and Qwen2.5-VL's: a chat without a system message gets one.
+QWEN2_CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- if loop.first and message.role != 'system' %}
+        {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif 'text' in part %}
+                {{- part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+#: In the manner of LLaVA 1.5's: a message's images stand before all of its texts, and a system message has no name.
+LLAVA_CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- if message.role != 'system' %}
+        {{- message.role | upper ~ ': ' }}
+    {%- endif %}
+    {%- for part in message.content | selectattr('type', 'equalto', 'image') %}
+        {{- '<image>\\n' }}
+    {%- endfor %}
+    {%- for part in message.content | selectattr('type', 'equalto', 'text') %}
+        {%- if message.role == 'assistant' %}
+            {%- generation %}{{- part.text ~ ' ' }}{%- endgeneration %}
+        {%- else %}
+            {{- part.text ~ ' ' }}
+        {%- endif %}
+    {%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- 'ASSISTANT:' }}
 {%- endif %}
 """

@@ -2,6 +2,8 @@
 
     python -m demo.random_checkpoint DIR [--family qwen3_vl] [--preset tiny|bench] [--seed N] [--dtype D] [--scale X]
 
+Families are `qwen3_vl`, `qwen2_5_vl`, `qwen2_vl` and `llava`.
+
 Random matrices at the usual deviation make a model that repeats one token whatever the picture, so that equal tokens
 prove nothing. `scale` multiplies the deviation; at 8 greedy output varies, and depends on every image and on their
 order.
@@ -25,11 +27,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from core.errors import EXIT_CONFIG, ConfigError
-from demo.checkpoint_families import FAMILIES, PRESETS
+from demo.checkpoint_families import FAMILIES, PRESETS, Family
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -68,12 +70,12 @@ def make_checkpoint(
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=directory.parent))
     try:
         sizes = PRESETS[preset]
-        train_tokenizer, make_configs, chat_template = FAMILIES[family]
-        tokenizer = train_tokenizer(sizes.tokenizer_size)
-        _write_tokenizer(aside, tokenizer, chat_template)
-        for name, content in make_configs(sizes, tokenizer, dtype).items():
+        kind = FAMILIES[family]
+        tokenizer = kind.train_tokenizer(sizes.tokenizer_size)
+        _write_tokenizer(aside, tokenizer, kind.chat_template)
+        for name, content in kind.configs(sizes, tokenizer, dtype).items():
             _write_json(aside / name, content)
-        _write_weights(aside, seed=seed, dtype=_DTYPES[dtype], scale=scale, shard_bytes=sizes.shard_bytes)
+        _write_weights(aside, kind, seed=seed, dtype=_DTYPES[dtype], scale=scale, shard_bytes=sizes.shard_bytes)
         aside.chmod(0o755)  # mkdtemp's own mode shuts out other users
         try:
             aside.rename(directory)
@@ -90,13 +92,17 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(directory: Path, tokenizer: Tokenizer, chat_template: str) -> None:
+def _write_tokenizer(directory: Path, tokenizer: Tokenizer, chat_template: str | None) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
-    tokenizer.model.save(str(directory))  # vocab.json and merges.txt
-    (directory / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    if isinstance(tokenizer.decoder, decoders.ByteLevel):  # Llama's kind comes with a tokenizer.model, if anything
+        tokenizer.model.save(str(directory))  # vocab.json and merges.txt
+    if chat_template is not None:
+        (directory / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
 
 
-def _write_weights(directory: Path, *, seed: int, dtype: torch.dtype, scale: float, shard_bytes: int) -> None:
+def _write_weights(
+    directory: Path, family: Family, *, seed: int, dtype: torch.dtype, scale: float, shard_bytes: int
+) -> None:
     """Safetensors shards and their index for the model that `directory`'s config.json describes.
 
     Names and shapes come from transformers' own class; one shard at a time is in memory.
@@ -104,7 +110,8 @@ def _write_weights(directory: Path, *, seed: int, dtype: torch.dtype, scale: flo
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    shapes = {family.hub_name(name): tensor.shape for name, tensor in model.state_dict().items() if name not in tied}
     deviation = config.get_text_config().initializer_range * scale
 
     shards: list[list[str]] = [[]]

@@ -13,11 +13,9 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-import msgspec
-
 from core.config import EngineConfig
 from core.errors import EngineError, IncompatibleError, InvalidRequestError, OverloadedError, StageUnavailableError
-from core.images import read_header
+from core.images import ImageHeader, read_header
 from core.keys import content_hash, item_key
 from core.types import Feature, PlacedFeature, SamplingParams
 from core.vision_grid import VisionGrid
@@ -85,11 +83,13 @@ class AsyncLLM:
         self._client = client
         self._streams: dict[str, _Stream] = {}
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._gone = ""  # why no request is taken any more
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
     async def start(cls, config: EngineConfig) -> AsyncLLM:
         """Start the engine's process and wait until it serves. Raises ConfigError or EngineError."""
+        _check_model(config)
         client = AsyncMPClient(config)
         info = await client.start()
         try:
@@ -118,9 +118,10 @@ class AsyncLLM:
         """Have an image's embeddings in the store. Raises TriptychError; cancelling it drops the request."""
         if self._grid is None:
             raise IncompatibleError("the role", self.config.ec_role, "a request to encode")
-        header = read_header(image)
+        # In a thread: a large file takes long to hash, and a header may be made to take long.
+        header, digest = await asyncio.to_thread(_look_at, image)
         grid, num_embeds = self._grid.predict(header.width, header.height)
-        key = item_key(content_hash(image), self.info.namespace_digest, tenant)
+        key = item_key(digest, self.info.namespace_digest, tenant)
         feature = Feature(key, num_embeds, grid, self.info.embed_width)
         request = EngineCoreRequest(
             _unique(request_id), time.time(), image=image, feature=feature, reported_missing=reported_missing
@@ -162,7 +163,8 @@ class AsyncLLM:
 
     async def release(self, request_id: str) -> None:
         """Give up the lease of a finished prefill. Unknown ids are ignored."""
-        await self._client.release([request_id])
+        with contextlib.suppress(EngineError):  # an engine that is gone holds nothing
+            await self._client.release([request_id])
 
     # ---- inside ----
 
@@ -185,14 +187,17 @@ class AsyncLLM:
             raise InvalidRequestError(f"{part}: ends at token {placed.end} of a prompt of {num_tokens}")
 
     async def _submit(self, request: EngineCoreRequest) -> AsyncGenerator[EngineCoreOutput, None]:
-        if self._dead.done():
-            raise StageUnavailableError(self.config.where, self._dead.result())
+        if self._gone:
+            raise StageUnavailableError(self.config.where, self._gone)
         if request.request_id in self._streams:
             raise InvalidRequestError(f"request id {request.request_id} is in use")
         stream = self._streams[request.request_id] = _Stream()
         ended = False
         try:
-            await self._client.add(request)
+            try:
+                await self._client.add(request)
+            except EngineError as error:
+                raise StageUnavailableError(self.config.where, str(error)) from None
             while not ended:
                 output = await stream.get()
                 ended = output.finished
@@ -201,8 +206,12 @@ class AsyncLLM:
                 yield output
         finally:
             del self._streams[request.request_id]
-            if not ended and not self._dead.done():
-                await self._client.abort([request.request_id])
+            if not ended and not self._gone:
+                with contextlib.suppress(EngineError):  # as in `release`
+                    await self._client.abort([request.request_id])
+                    if request.hand_over:
+                        # It may have ended meanwhile, with a handle that nobody will read.
+                        await self._client.release([request.request_id])
 
     async def _read(self) -> None:
         try:
@@ -212,20 +221,37 @@ class AsyncLLM:
                     stream = self._streams.get(output.request_id)
                     if stream is not None:  # else it was aborted meanwhile
                         stream.put(output)
-                    elif output.kv is not None:
-                        await self._client.release([output.request_id])
                 if made.stats is not None:
                     self.stats = made.stats
                     if self.on_stats is not None:
                         self.on_stats(made.stats)
-        except (EngineError, msgspec.MsgspecError) as error:
+        except EngineError as error:
             logger.error("%s", error)
-            self._dead.set_result(str(error))
-            self._fail_all(str(error))
+            self._die(str(error))
+        except Exception:  # whatever it is: without a reader no request would ever end
+            logger.exception("the engine's messages cannot be read")
+            self._die("the engine's messages cannot be read")
+
+    def _die(self, reason: str) -> None:
+        self._dead.set_result(reason)
+        self._fail_all(reason)
 
     def _fail_all(self, reason: str) -> None:
+        self._gone = self._gone or reason
         for stream in self._streams.values():
             stream.fail(StageUnavailableError(self.config.where, reason))
+
+
+def _check_model(config: EngineConfig) -> None:
+    """What this process reads of the model's folder, read once before the engine loads its weights: a file that is
+    absent or broken is named at once. Raises ConfigError."""
+    VisionGrid.from_model(Path(config.model))
+    if config.ec_role.consumes:
+        PromptProcessor(config.model, max_model_len=1, max_images=0)
+
+
+def _look_at(image: bytes) -> tuple[ImageHeader, bytes]:
+    return read_header(image), content_hash(image)
 
 
 def _unique(request_id: str) -> str:

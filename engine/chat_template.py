@@ -33,12 +33,13 @@ class ChatTemplate:
     Args:
         source: the Jinja text.
         special_tokens: names such as `bos_token` and their texts, as the template may use them.
+        name: of the model's folder, for the error.
 
     Raises:
         ConfigError: the text is no Jinja template.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], name: str = "") -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -48,7 +49,8 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ConfigError("--model", "chat template", f"line {getattr(error, 'lineno', '?')}: {error}") from None
+            line = getattr(error, "lineno", "?")
+            raise ConfigError("--model", name, f"chat template: line {line}: {error}") from None
         self.source = source
         self._special_tokens = dict(special_tokens)
         self.takes_parts = self._takes_parts()
@@ -98,7 +100,7 @@ def read_chat_template(
         source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ConfigError("--model", str(model_dir), "has no chat template")
-    return ChatTemplate(source, special_tokens)
+    return ChatTemplate(source, special_tokens, str(model_dir))
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -28,9 +28,13 @@ from engine.wire import ENGINE_IDENTITY, EngineStart, Fatal, InMessage, OutMessa
 #: A start reads and digests all weights; a large checkpoint on a slow disk takes minutes.
 START_TIMEOUT_S = 900.0
 _STOP_TIMEOUT_S = 10.0
-#: OpenMP threads spin between two parallel regions. As long as the default says, they take the cores from the other stages
-#: on the same machine (a request over four processes on two cores took thirty times as long); not at all, and a decode
-#: step alone takes a third longer. This is some tens of microseconds. The environment may say otherwise.
+#: How long the last words of a process that ended by itself may take to come out of the socket. One that was killed has
+#: said nothing.
+_LAST_WORDS_S = 2.0
+_KILLED_S = 0.2
+#: OpenMP threads spin between two parallel regions. As long as the default says, they take the cores from the other
+#: stages on the same machine (a request over four processes on two cores took thirty times as long); not at all, and a
+#: decode step alone takes a third longer. This is some tens of microseconds. The environment may say otherwise.
 _SPIN_COUNT = "20000"
 T = TypeVar("T")
 _ROOT = Path(__file__).resolve().parent.parent
@@ -57,6 +61,20 @@ class AsyncMPClient:
 
     async def start(self) -> EngineInfo:
         """Start the process and wait until it serves. Raises ConfigError or EngineError; everything is freed then."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                return await self._start()
+        except TimeoutError:
+            await self.close()
+            raise EngineError(f"the engine did not start within {START_TIMEOUT_S:g} s") from None
+        except (OSError, zmq.ZMQError) as error:
+            await self.close()
+            raise EngineError(f"the engine's process cannot be started: {error.strerror}") from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> EngineInfo:
         addresses = [f"ipc://{self._folder}/{name}" for name in ("in", "out")]
         self._input.bind(addresses[0])
         self._output.bind(addresses[1])
@@ -72,19 +90,15 @@ class AsyncMPClient:
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(EngineStart(self._config, *addresses)) + b"\n")
         self._exit = asyncio.create_task(self._process.wait())
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                message = self._decode(await self._until_dead(self._output.recv()))
-                if message.failed is not None:
-                    raise _start_error(message.failed)
-                assert message.ready is not None
-                await self._until_dead(self._input.recv_multipart())
-        except BaseException:
-            await self.close()
-            raise
+        message = self._decode(await self._until_dead(self._output.recv()))
+        if message.failed is not None:
+            raise _start_error(message.failed)
+        assert message.ready is not None
+        await self._until_dead(self._input.recv_multipart())
         return message.ready.info
 
     async def add(self, request: EngineCoreRequest) -> None:
+        """As `abort` and `release`: raises EngineError once the process is gone."""
         await self._send(InMessage(add=request))
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -104,14 +118,13 @@ class AsyncMPClient:
     async def close(self) -> None:
         """Stop the process, gently at first. Idempotent."""
         if self._process is not None and self._exit is not None and not self._exit.done():
-            with contextlib.suppress(zmq.ZMQError):
-                await self._send(InMessage(shutdown=True))
-            assert self._process.stdin is not None
             try:
+                await self._send(InMessage(shutdown=True))
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await asyncio.shield(self._exit)
-            except TimeoutError:
-                self._process.kill()
+            except (EngineError, TimeoutError):  # it is still starting, and listens to nobody; or it hangs
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
                 await self._exit
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
@@ -119,19 +132,24 @@ class AsyncMPClient:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _send(self, message: InMessage) -> None:
-        await self._input.send_multipart([ENGINE_IDENTITY, self._encode(message)], copy=False)
+        try:
+            await self._input.send_multipart([ENGINE_IDENTITY, self._encode(message)], copy=False)
+        except zmq.ZMQError as error:
+            raise EngineError(f"the engine cannot be reached: {error.strerror}") from None
 
     async def _until_dead(self, receiving: Awaitable[T]) -> T:
         receive = asyncio.ensure_future(receiving)
         assert self._exit is not None
-        await asyncio.wait({receive, self._exit}, return_when=asyncio.FIRST_COMPLETED)
-        if not receive.done():
-            # What it said last may still be on its way: the socket outlives the process.
-            await asyncio.wait({receive}, timeout=0.2)
-        if not receive.done():
+        try:
+            await asyncio.wait({receive, self._exit}, return_when=asyncio.FIRST_COMPLETED)
+            if not receive.done():
+                # What it said last may still be on its way: the socket outlives the process.
+                await asyncio.wait({receive}, timeout=_KILLED_S if self._exit.result() < 0 else _LAST_WORDS_S)
+            if not receive.done():
+                raise EngineError(f"the engine's process ended with code {self._exit.result()}")
+            return receive.result()
+        finally:
             receive.cancel()
-            raise EngineError(f"the engine's process ended with code {self._exit.result()}")
-        return receive.result()
 
 
 def _start_error(failed: Fatal) -> Exception:

@@ -188,7 +188,8 @@ class EngineCore:
         """What would end the engine in the middle of a step, and with it every other request; "" where all is well."""
         num_prompt, num_given = len(request.prompt_token_ids), len(request.output_token_ids)
         if not 0 < num_prompt <= num_prompt + num_given < self.info.max_model_len:
-            return f"prompt: {num_prompt} tokens and {num_given} generated ones, max_model_len is {self.info.max_model_len}"
+            limit = self.info.max_model_len
+            return f"prompt: {num_prompt} tokens and {num_given} generated ones, max_model_len is {limit}"
         vocab_size = self.runner.adapter.vocab_size
         for token_ids in (request.prompt_token_ids, request.output_token_ids):
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
@@ -196,7 +197,7 @@ class EngineCore:
         end = 0
         for i, placed in enumerate(request.features, start=1):
             if not end <= placed.offset < placed.end <= num_prompt:
-                return f"image {i}: stands at tokens {placed.offset} to {placed.end} of {num_prompt}, from {end} on is free"
+                return f"image {i}: has tokens {placed.offset} to {placed.end}, free are {end} to {num_prompt}"
             end = placed.end
         try:
             self.runner.adapter.positions(num_prompt, request.features)

@@ -6,9 +6,11 @@ all in one continuous batch.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 
+import msgspec
 from tqdm import tqdm
 
 from core.config import EngineConfig
@@ -29,7 +31,8 @@ class LLM:
         if config.ec_role is not ECRole.BOTH:
             raise ConfigError("--ec-role", config.ec_role, f"offline generation needs {ECRole.BOTH}")
         self._grid = VisionGrid.from_model(config.model)
-        self._client = InprocClient(config)
+        # A server refuses what it cannot take soon; here the whole batch is meant to wait.
+        self._client = InprocClient(msgspec.structs.replace(config, max_waiting=sys.maxsize))
         self._info = self._client.info
         try:
             self._prompts = PromptProcessor(

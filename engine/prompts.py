@@ -1,7 +1,8 @@
 """Makes the engine's prompts: from messages through the model's chat template, or from token ids.
 
-The tokens are those of transformers' `apply_chat_template(messages, add_generation_prompt=True)`, with each image's
-placeholder token repeated once for each of its embeddings.
+The tokens are those of the model's processor under transformers: `apply_chat_template(messages, tokenize=True,
+add_generation_prompt=True)`, with each image's placeholder token repeated once for each of its embeddings. Other than a
+tokenizer's, it puts the tokenizer's own tokens around the text (Llama's `<s>`), unless the template wrote the first.
 
 Words of a client's that spell a special token stay words: `engine/special_tokens.py`.
 """
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, normalizers
 
 from core.errors import ConfigError, InvalidRequestError
 from core.types import Feature, PlacedFeature
@@ -32,7 +33,7 @@ class PromptProcessor:
     """Tokenizes prompts for one checkpoint. Made at the start; its methods have no effects and are safe on any thread.
 
     All of it is synchronous: a chat of some hundred tokens takes well under a millisecond, a text of 100,000 characters
-    some 50 ms. The bound is the server's message size.
+    some 100 ms, so longer ones belong on a thread. Texts that cannot fit, however they are cut, are not tokenized.
 
     Attributes:
         eos_token_ids: tokens that end an answer.
@@ -51,12 +52,15 @@ class PromptProcessor:
         self._max_tokens = max_model_len - 1  # one is left for the answer
         self._max_images = max_images
         self.image_token_id = _image_token_id(folder, config)
-        self.tokenizer, plain = _read_tokenizers(folder, self.image_token_id)
+        self.tokenizer, plain, plain_inside = _read_tokenizers(folder, self.image_token_id)
         self.vocab_size = int((config.get("text_config") or config).get("vocab_size", self.tokenizer.get_vocab_size()))
         special_tokens = _special_tokens(tokenizer_config)
         self._template = read_chat_template(folder, tokenizer_config, special_tokens)
         self.eos_token_ids = _eos_token_ids(folder, config, self.tokenizer, special_tokens)
-        self._guard = SpecialTokenGuard(self.tokenizer, plain, self.image_token_id, self._template.source)
+        self._max_chars = _max_chars(self.tokenizer, self._max_tokens)
+        self._guard = SpecialTokenGuard(self.tokenizer, plain, plain_inside, self.image_token_id, self._template.source)
+        self._bos = special_tokens.get("bos_token", "")
+        self._before, self._after = _surrounding_ids(self.tokenizer)
 
     def process_chat(
         self, messages: Sequence[ChatMessage], features: Sequence[Feature]
@@ -84,9 +88,18 @@ class PromptProcessor:
         self._check_images(num_images, features)
         if num_images and not self._template.takes_parts:
             raise InvalidRequestError(f"messages: {num_images} images, but the model's chat template takes only text")
+        num_chars = sum(map(len, texts))
+        if self._max_chars is not None and num_chars > self._max_chars:
+            raise InvalidRequestError(
+                f"prompt: {num_chars} characters cannot be {self._max_tokens} tokens or fewer, the limit "
+                "(max_model_len - 1)"
+            )
         marked, marks = self._guard.mark(texts)
         rendered = self._template.render(self._template_messages(messages, marked))
-        return self._place(self._guard.encode(rendered, marks), features)
+        token_ids = self._guard.encode(rendered, marks)
+        if not (self._bos and rendered.startswith(self._bos)):
+            token_ids = [*self._before, *token_ids, *self._after]
+        return self._place(token_ids, features)
 
     def process_tokens(
         self, token_ids: Sequence[int], features: Sequence[Feature]
@@ -174,8 +187,9 @@ def _read_json(folder: Path, name: str, *, required: bool = True) -> dict[str, A
     return content
 
 
-def _read_tokenizers(folder: Path, image_token_id: int) -> tuple[Tokenizer, Tokenizer]:
-    """The checkpoint's tokenizer, and one that takes special tokens and the placeholder for plain text."""
+def _read_tokenizers(folder: Path, image_token_id: int) -> tuple[Tokenizer, Tokenizer, Tokenizer]:
+    """The checkpoint's tokenizer, one that takes special tokens and the placeholder for plain text, and the same for
+    text that is not the first of a prompt."""
     content = _read_json(folder, "tokenizer.json")
     for token in content.get("added_tokens") or []:
         # Only special tokens can be turned off, and some checkpoints have a placeholder that is not special.
@@ -183,13 +197,54 @@ def _read_tokenizers(folder: Path, image_token_id: int) -> tuple[Tokenizer, Toke
     try:
         own = Tokenizer.from_file(str(folder / "tokenizer.json"))
         plain = Tokenizer.from_str(json.dumps(content))
+        plain_inside = Tokenizer.from_str(json.dumps(_without_first_space(content)))
     except Exception as error:  # the bindings raise bare Exception
         raise ConfigError("--model", str(folder), f"tokenizer.json cannot be read: {error}") from None
-    plain.encode_special_tokens = True
-    for tokenizer in (own, plain):
+    for tokenizer in (plain, plain_inside):
+        tokenizer.encode_special_tokens = True
+    for tokenizer in (own, plain, plain_inside):
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    return own, plain
+    return own, plain, plain_inside
+
+
+def _without_first_space(content: Any) -> Any:
+    """The same tokenizer.json without the space that some tokenizers put before the first word of a prompt alone."""
+    if isinstance(content, list):
+        return [_without_first_space(entry) for entry in content]
+    if not isinstance(content, dict):
+        return content
+    changed = {name: entry if name == "vocab" else _without_first_space(entry) for name, entry in content.items()}
+    if content.get("type") == "Metaspace" and content.get("prepend_scheme") == "first":
+        changed["prepend_scheme"] = "never"
+    return changed
+
+
+def _surrounding_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Tokens that the tokenizer puts before and after every text. Settings beside tokenizer.json (`add_bos_token`) do
+    not count, as in transformers."""
+    around = list(tokenizer.encode("a", add_special_tokens=True).ids)
+    bare = list(tokenizer.encode("a", add_special_tokens=False).ids)
+    for start in range(len(around) - len(bare) + 1):
+        if around[start : start + len(bare)] == bare:
+            return around[:start], around[start + len(bare) :]
+    return [], []
+
+
+def _max_chars(tokenizer: Tokenizer, max_tokens: int) -> int | None:
+    """Texts of more characters have more tokens, whatever they say. None where a tokenizer may drop characters."""
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return None
+    if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
+        return None
+    # A byte-level vocabulary spells each byte as one character. NFC makes at most four characters one.
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=False)), default=1)
+    match tokenizer.normalizer:
+        case None:
+            return longest * max_tokens
+        case normalizers.NFC():
+            return 4 * longest * max_tokens
+    return None
 
 
 def _image_token_id(folder: Path, config: dict[str, Any]) -> int:

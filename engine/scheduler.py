@@ -90,7 +90,7 @@ class Scheduler:
 
     @property
     def can_step(self) -> bool:
-        """Whether the next step may bring something, as against wait for a look-up, a load, a pull or the end of a lease.
+        """Whether the next step may bring something, as against wait for a look-up, a load, a pull or a lease's end.
         Waiting requests alone are no reason: the last step has found no room for them."""
         return bool(self._running or self._ready_outputs or self._news)
 
@@ -226,7 +226,7 @@ class Scheduler:
             budget -= num_tokens
 
     def _bring_known_forward(self) -> bool:
-        """The runner has no row left for the first waiting request: let one pass that has a row. False where none waits.
+        """The runner has no row left for the first waiting request: let one pass that has a row. False if none waits.
         Without this the two would wait for each other, since rows come free only when requests go on."""
         for request in self._waiting:
             if request.request_id in self._known:
@@ -385,8 +385,8 @@ class Scheduler:
                     self.cache.hold(key, request.request_id)
                     request.held_items.add(key)
             elif not self.cache.is_filling(key) and not self.encodes.makes(key):
-                # One that could not be loaded is missing, whatever the store says: else a file that is listed but cannot
-                # be read would be loaded for ever.
+                # One that could not be loaded is missing, whatever the store says: else a file that is listed but
+                # cannot be read would be loaded for ever.
                 lost = key in self._lost.get(request.request_id, ())
                 present = False if lost else self._ec.has_cache_item(key)
                 if present is None:

@@ -6,7 +6,8 @@ Words that spell one ("<|im_end|>", "<|image_pad|>") stay words:
    or another text puts beside them, are put between two marks: characters of a private-use plane that occur nowhere in
    the messages or the template. Other texts reach the template untouched, so it sees what it would under transformers.
 2. The rendered text without its marks is cut at the protected tokens that lie outside marked stretches.
-3. What lies between is tokenized by a second tokenizer that knows no protected tokens.
+3. What lies between is tokenized by a second tokenizer that knows no protected tokens, and, where it is not the
+   beginning, by a third that puts no space before it.
 
 Without any mark, which is nearly always, one call of the ordinary tokenizer does all of it.
 """
@@ -24,15 +25,23 @@ _INSEPARABLE = "messages: a text spells a special token in a way that the tokeni
 _CUT_THROUGH = "messages: the chat template cut through a text that spells a special token"
 
 
+def tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text, nothing added. Unlike `Tokenizer.encode` it lets other threads run meanwhile."""
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+
 class SpecialTokenGuard:
     """Keeps protected tokens, which are the special ones and the placeholder, out of the words of clients.
 
     Added tokens that are not special (Qwen's "<tool_call>") are ordinary vocabulary, as in transformers.
     """
 
-    def __init__(self, tokenizer: Tokenizer, plain: Tokenizer, image_token_id: int, template: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, plain: Tokenizer, plain_inside: Tokenizer, image_token_id: int, template: str
+    ) -> None:
         self._tokenizer = tokenizer
         self._plain = plain
+        self._plain_inside = plain_inside
         self._template_characters = frozenset(template)
         added = tokenizer.get_added_tokens_decoder()
         tokens = {number: token for number, token in added.items() if token.special or number == image_token_id}
@@ -77,7 +86,7 @@ class SpecialTokenGuard:
     def encode(self, rendered: str, marks: str) -> list[int]:
         """Token ids of a rendered prompt whose texts went through `mark`."""
         if not marks:
-            ids = list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+            ids = tokenize(self._tokenizer, rendered)
             # Normalization may make a special token of what spelled none; then there are more than the template wrote.
             if sum(map(self._protected_ids.__contains__, ids)) != sum(1 for _ in self._cut.finditer(rendered)):
                 raise InvalidRequestError(_INSEPARABLE)
@@ -86,13 +95,14 @@ class SpecialTokenGuard:
         ids = []
         end = 0
         for cut in self._cut.finditer(masked):
-            ids += self._encode_plain(text[end : cut.start()])
+            ids += self._encode_plain(text[end : cut.start()], first=end == 0)
             ids.append(self._id_of[cut[str(cut.lastgroup)]])
             end = cut.end()
-        return ids + self._encode_plain(text[end:])
+        return ids + self._encode_plain(text[end:], first=end == 0)
 
-    def _encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
+    def _encode_plain(self, text: str, *, first: bool) -> list[int]:
+        plain = self._plain if first else self._plain_inside
+        ids = tokenize(plain, text) if text else []
         if not self._protected_ids.isdisjoint(ids):
             # No byte-level vocabulary does this; if another kind does, the request must not pass.
             raise InvalidRequestError(_INSEPARABLE)

@@ -57,14 +57,18 @@ class Fleet:
             await self._poll()
             for worker in self.workers():
                 self._check(worker)
-            missing = [str(pool.stage) for pool in self._pools() if not pool.serving]
-            if not missing:
+            if not self.missing():
                 return
-            if missing != waiting_for:
-                logger.info("waiting for %s", ", ".join(missing))
-                waiting_for = missing
+            wanted = [f"{pool.stage} ({', '.join(map(_state, pool.workers))})" for pool in self.missing()]
+            if wanted != waiting_for:
+                logger.warning("waiting for %s", ", ".join(wanted))
+                waiting_for = wanted
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _POLL_INTERVAL_S)
+
+    def missing(self) -> list[WorkerPool]:
+        """The stages of which no worker serves."""
+        return [pool for pool in self._pools() if not pool.serving]
 
     async def monitor(self) -> None:
         """Keep `serving` and `info` of every worker up to date, until cancelled.
@@ -119,6 +123,16 @@ class Fleet:
         infos = (worker.info for worker in self.prefills.workers)
         return min(info.max_images_per_prompt for info in infos if info is not None)
 
+    @property
+    def max_model_len(self) -> int:
+        """The smallest of any worker that holds KV blocks."""
+        infos = (worker.info for pool in (self.prefills, self.decodes) for worker in pool.workers)
+        return min(info.max_model_len for info in infos if info is not None)
+
     async def close(self) -> None:
         for pool in self._pools():
             await pool.close()
+
+
+def _state(worker: Worker) -> str:
+    return f"{worker.address} {'does not serve yet' if worker.reachable else 'cannot be reached'}"

@@ -31,6 +31,9 @@ from router.workers import Worker
 
 logger = logging.getLogger(__name__)
 
+#: A decode worker that was cancelled has ended its pull, and the lease with it, by then.
+_PULL_ENDS_S = 0.5
+
 Send = Callable[[router_pb2.GenerateResponse], Awaitable[None]]
 
 
@@ -54,14 +57,14 @@ class Pipeline:
         try:
             await run.drive()
         finally:
-            run.give_up_blocks()
+            run.give_up_blocks(after_s=_PULL_ENDS_S)
 
 
 class _Run:
     """The state of one request."""
 
     __slots__ = (
-        "_encoded_again", "_features", "_first_token_s", "_handle", "_images_by_key", "_job", "_lost_before", "_output",
+        "_decode_called", "_encoded_again", "_features", "_first_token_s", "_handle", "_images_by_key", "_job", "_lost_before", "_output",
         "_owner", "_prefilled", "_send", "_shared", "_spans", "_start_s",
     )  # fmt: skip
 
@@ -80,6 +83,7 @@ class _Run:
         self._handle: common_pb2.KvHandle | None = None  # blocks that nobody has pulled yet
         self._owner: Worker | None = None  # of those blocks
         self._lost_before = False  # a decode stream was lost and resumed
+        self._decode_called = False  # somebody may be pulling the blocks
 
     async def drive(self) -> None:
         job = self._job
@@ -101,10 +105,11 @@ class _Run:
                 return
             request = self._resumed()
 
-    def give_up_blocks(self) -> None:
-        """Release the blocks that no decode worker has pulled, if there are any."""
+    def give_up_blocks(self, *, after_s: float = 0.0) -> None:
+        """Release the blocks that no decode worker has pulled, if there are any; later where one may be at it."""
         if self._handle is not None and self._owner is not None:
-            self._shared.releases.give_up(self._owner, self._job.request_id, self._handle)
+            delay_s = after_s if self._decode_called else 0.0
+            self._shared.releases.give_up(self._owner, self._job.request_id, self._handle, after_s=delay_s)
         self._handle = self._owner = None
 
     def _abandoned(self, worker: Worker) -> None:
@@ -141,7 +146,8 @@ class _Run:
                 ),
             )
         except InvalidRequestError as error:
-            raise InvalidRequestError(f"image {image.number}: {error}") from error
+            # The encoder sees one image and has no number for it.
+            raise InvalidRequestError(f"image {image.number}: {str(error).removeprefix('image: ')}") from error
         feature = response.feature
         ours = item_key(image.content_hash, shared.fleet.namespace, job.tenant)
         if feature.key != ours:
@@ -240,6 +246,7 @@ class _Run:
 
     async def _follow(self, worker: Worker, request: decode_pb2.DecodeRequest) -> bool:
         """Read one worker's stream. Raises AioRpcError where it breaks; returns as `_decode` does."""
+        self._decode_called = True
         call = self._shared.stages.decode(worker, request, self._job.deadline)
         try:
             async for message in call:

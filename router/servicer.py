@@ -59,7 +59,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
         context: grpc.aio.ServicerContext[router_pb2.GenerateRequest, router_pb2.GenerateResponse],
     ) -> None:
         if not self.ready:
-            raise StageUnavailableError(Stage.ROUTER, "it still waits for its workers")
+            for pool in self._pipeline.fleet.missing():
+                raise StageUnavailableError(pool.stage, "none of its workers serves yet")
+            raise StageUnavailableError(Stage.ROUTER, "it is starting or stopping")
         time_remaining = context.time_remaining()
         deadline = Deadline(self._settings.request_timeout_s if time_remaining is None else time_remaining)
         fleet = self._pipeline.fleet
@@ -71,6 +73,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
                         deadline=deadline,
                         served_model=fleet.language_info.model,
                         max_images=fleet.max_images_per_prompt,
+                        max_model_len=fleet.max_model_len,
                     )
                     logger.debug("request %s is the client's %r", job.request_id, job.shown_id)
                     with self._admission.images(sum(image.size_bytes for image in job.images)):
@@ -93,7 +96,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
                 info.namespace_digest = language.namespace_digest
                 info.dtype = language.dtype
                 info.embed_width = language.embed_width
-                info.max_model_len = language.max_model_len
+                info.max_model_len = fleet.max_model_len
                 info.max_images_per_prompt = fleet.max_images_per_prompt
             return info
 

@@ -32,8 +32,9 @@ from router.workers import Worker
 
 logger = logging.getLogger(__name__)
 
-# How StageUnavailableError reads: an UNAVAILABLE with other details is gRPC's own and names addresses.
-_OURS = re.compile(r"\w+ is unavailable: ")
+# How StageUnavailableError reads, with a stage or a worker's name in front: an UNAVAILABLE with other details is gRPC's
+# own and names addresses.
+_OURS = re.compile(r".{1,64}? is unavailable: ")
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ _STUBS: dict[Stage, Any] = {
 class Worker:
     """One worker process. Slotted state that the fleet's monitor writes and the pipeline reads."""
 
-    __slots__ = ("_channel", "_health", "address", "incompatible", "info", "serving", "stage", "stub")
+    __slots__ = ("_channel", "_health", "address", "incompatible", "info", "reachable", "serving", "stage", "stub")
 
     def __init__(self, stage: Stage, address: str) -> None:
         self.stage = stage
@@ -32,18 +32,21 @@ class Worker:
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self.info: common_pb2.ServerInfo | None = None  # of the process that answered last
         self.serving = False  # what its health said last
+        self.reachable = False  # whether it said anything
         self.incompatible = False  # it does not fit the other stages: never used
 
     async def poll(self, timeout_s: float) -> None:
         """Ask for health, and for ServerInfo where the worker serves. Unreachable means not serving; never raises."""
         try:
             health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            self.reachable = True
             serving = health.status == health_pb2.HealthCheckResponse.SERVING
             if serving:
                 self.info = await self.stub.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=timeout_s)
             self.serving = serving
-        except grpc.aio.AioRpcError:
+        except grpc.aio.AioRpcError as error:
             self.serving = False
+            self.reachable = error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
     async def close(self) -> None:
         await self._channel.close()

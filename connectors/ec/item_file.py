@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from pathlib import Path
 
 import msgspec
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 FORMAT_VERSION = "1"
@@ -73,7 +75,14 @@ def write_item_file(path: Path, embeds: torch.Tensor, namespace: str, key: str) 
         "dtype": DTYPES[embeds.dtype],
         "xxh3_128": xxhash.xxh3_128_hexdigest(bytes_of(embeds)),
     }
-    save_file({"embeds": embeds}, path, metadata)
+    try:
+        save_file({"embeds": embeds}, path, metadata)
+    except SafetensorError as error:
+        # The library gives what the system said as words; a full disk is to be as plain as with any other writer.
+        system = re.search(r"\(os error (\d+)\)", str(error))
+        if system is None:
+            raise
+        raise OSError(int(system[1]), os.strerror(int(system[1]))) from None
 
 
 def read_item_file(path: Path, into: torch.Tensor, namespace: str, key: str) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +19,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
-from core.types import PlacedFeature
+from core.errors import ConfigError
+from engine.models.weights import real_buffers, tensor_names, weight_files
+
+if TYPE_CHECKING:  # so that adapters can be imported where msgspec is not installed
+    from core.types import PlacedFeature
 
 #: The name under which our attention stands in transformers' registry (engine/models/attention.py).
 ATTENTION_NAME = "triptych_paged"
@@ -30,12 +35,22 @@ class ModelAdapter(ABC):
     """One family. Made once per engine, used on the model runner's thread only.
 
     `vision` and `language` are None until `build`; a producer never builds `language`, a consumer never `vision`.
+    A subclass states `weights` and the abstract methods; the rest fits families whose language model takes embeddings
+    and plain positions.
+
+    Raises:
+        ConfigError: the configuration asks for something that the engine would compute wrongly.
     """
+
+    #: Beginnings of tensor names in checkpoints: (in the file, "vision" | "language" | "lm_head", in the module). The
+    #: first that fits counts. Published checkpoints and newer saves have other names for the same tensors.
+    weights: ClassVar[Sequence[tuple[str, str, str]]]
 
     def __init__(self, model_dir: Path, config: Any, dtype: torch.dtype) -> None:
         self.model_dir = model_dir
         self.config = config
         self.dtype = dtype
+        self._refuse_what_is_not_computed()
         self.vision: nn.Module | None = None
         self.language: nn.Module | None = None
         self.lm_head: nn.Module | None = None
@@ -88,17 +103,63 @@ class ModelAdapter(ABC):
 
     # ---- building ----
 
-    @abstractmethod
     def build(self, *, vision: bool, language: bool) -> None:
-        """Make the modules asked for, parameters on the meta device, buffers real."""
+        """Make the modules asked for, parameters on the meta device, buffers real.
+
+        Raises:
+            ConfigError: transformers cannot make a model of this configuration.
+        """
+        try:
+            with torch.device("meta"):
+                if vision:
+                    self.config.vision_config._attn_implementation = "sdpa"
+                    self.vision = self.make_vision().eval()
+                if language:
+                    self.text_config._attn_implementation = ATTENTION_NAME
+                    self.language = self.make_language().eval()
+                    self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
+        except (ValueError, TypeError, KeyError, ZeroDivisionError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError("--model", str(self.model_dir), f"config.json describes no model: {reason}") from error
+        for module in (self.vision, self.language):
+            for part in module.modules() if module is not None else ():
+                if hasattr(part, "_init_weights"):
+                    real_buffers(part, torch.device("cpu"))
 
     @abstractmethod
+    def make_vision(self) -> nn.Module:
+        """The vision tower, with all that stands between pixels and the language model's width."""
+
+    @abstractmethod
+    def make_language(self) -> nn.Module:
+        """The language model without its head. Has `embed_tokens`."""
+
     def rename(self, name: str) -> tuple[str, str] | None:
         """Map a checkpoint tensor to ("vision" | "language" | "lm_head", parameter name)."""
+        for prefix, target, inside in self.weights:
+            if name.startswith(prefix):
+                return target, inside + name.removeprefix(prefix)
+        return None
 
-    @property
+    @cached_property
     def ties_embeddings(self) -> bool:
-        return bool(getattr(self.config, "tie_word_embeddings", False))
+        """Whether the head is the input embeddings. Where the files hold a head, it is used, as in transformers."""
+        if not getattr(self.config, "tie_word_embeddings", False):
+            return False
+        places = map(self.rename, tensor_names(weight_files(self.model_dir)))
+        return not any(place is not None and place[0] == "lm_head" for place in places)
+
+    def _refuse_what_is_not_computed(self) -> None:
+        """Attention here is causal over everything, and rotary frequencies are those of the start."""
+        text = self.text_config
+        if set(getattr(text, "layer_types", None) or ()) - {"full_attention"}:
+            self._refuse("config.json asks for sliding-window attention, which is not supported")
+        rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope in ("dynamic", "longrope"):
+            self._refuse(f"config.json has the rope_type {rope!r}, which is not supported")
+
+    def _refuse(self, reason: str) -> None:
+        raise ConfigError("--model", str(self.model_dir), reason)
 
     # ---- vision ----
 
@@ -124,12 +185,11 @@ class ModelAdapter(ABC):
 
     # ---- language ----
 
-    @abstractmethod
     def positions(self, num_tokens: int, features: Sequence[PlacedFeature]) -> tuple[NDArray[np.int64], int]:
         """Position ids of a prompt, `[num_position_rows, num_tokens]`, and what is added to the index of every later
         token to give its position."""
+        return np.arange(num_tokens, dtype=np.int64)[None, :], 0
 
-    @abstractmethod
     def forward(
         self,
         token_embeds: torch.Tensor,  # [num_tokens, hidden], image rows already in place
@@ -139,6 +199,22 @@ class ModelAdapter(ABC):
         attention: Any,
     ) -> torch.Tensor:  # [num_tokens, hidden], after the last norm
         """The language model over flattened tokens."""
+        assert self.language is not None
+        out = self.language(
+            inputs_embeds=token_embeds.unsqueeze(0),
+            position_ids=positions if self.num_position_rows == 1 else positions.unsqueeze(1),
+            use_cache=False,
+            paged=attention,
+            **self.visual_arguments(visual_mask, deepstack),
+        )
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def visual_arguments(
+        self, visual_mask: torch.Tensor | None, deepstack: Sequence[torch.Tensor] | None
+    ) -> dict[str, Any]:
+        """Arguments of the language model's `forward` beyond those of text; shapes as in `forward` here."""
+        return {}
 
     def embed_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[num_tokens]` int64 -> `[num_tokens, hidden]`."""

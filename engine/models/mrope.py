@@ -8,11 +8,13 @@ width p + x over its merged grid, and the text behind it goes on at p + max(heig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.types import PlacedFeature
+if TYPE_CHECKING:
+    from core.types import PlacedFeature
 
 
 def mrope_positions(

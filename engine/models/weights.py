@@ -11,11 +11,11 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
@@ -47,7 +47,8 @@ def weight_files(model_dir: Path) -> list[Path]:
     return files
 
 
-class LoadReport(msgspec.Struct):
+@dataclass(slots=True)
+class LoadReport:
     """What a load touched, in bytes of tensor data."""
 
     loaded_bytes: int = 0
@@ -64,6 +65,13 @@ def _tensor_bytes(dtype: str, shape: list[int]) -> int:
     return size
 
 
+def tensor_names(files: list[Path]) -> Iterator[str]:
+    """Every tensor's name, from the headers alone. Raises ConfigError for a file that is cut short."""
+    for file in files:
+        with _opened(file) as tensors:
+            yield from tensors.keys()
+
+
 def load_weights(
     files: list[Path],
     targets: dict[str, nn.Module],
@@ -74,43 +82,61 @@ def load_weights(
 ) -> LoadReport:
     """Fill the parameters of `targets` (built on the meta device), converted to `dtype` on `device`.
 
-    `rename` maps a tensor's name in the file to (target, parameter name), or None for a tensor that this role does not
-    need. Raises ConfigError for a parameter without a tensor, a shape that differs (both are named), or a file that is
-    cut short.
+    `rename` maps a tensor's name in the file to (target, parameter name), or None for a tensor that no role needs.
+
+    Raises:
+        ConfigError: a parameter without a tensor, a tensor of a target's that is none of its parameters, a shape that
+            differs (both are named), or a file that is cut short.
     """
     report = LoadReport()
-    expected = {(t, name): p for t, module in targets.items() for name, p in module.named_parameters()}
+    parameters = {(t, name): p for t, module in targets.items() for name, p in module.named_parameters()}
+    missing = set(parameters)
     model_dir = str(files[0].parent)
     for file in files:
-        try:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is no mapping
-                    place = rename(name)
-                    view = tensors.get_slice(name)
-                    shape = list(view.get_shape())
-                    size_bytes = _tensor_bytes(view.get_dtype(), shape)
-                    if place is None or place not in expected:
-                        report.skipped_bytes += size_bytes
-                        continue
-                    parameter = expected.pop(place)
-                    if list(parameter.shape) != shape:
-                        raise ConfigError(
-                            "--model",
-                            model_dir,
-                            f"weight {name} has shape {shape}, the configuration asks for {list(parameter.shape)}",
-                        )
-                    # A copy of our own: the mapping goes away with the file, and a file that is overwritten while we
-                    # serve must not change our weights.
-                    tensor = tensors.get_tensor(name).to(device=device, dtype=dtype, copy=True)
-                    _assign(targets[place[0]], place[1], tensor)
-                    report.loaded_bytes += size_bytes
-        except SafetensorError as error:
-            raise ConfigError("--model", model_dir, f"{file.name} cannot be read: {error}") from None
-    if expected:
-        missing = sorted(f"{t}.{name}" for t, name in expected)
-        raise ConfigError("--model", model_dir, f"has no weights for {missing[0]} ({len(missing)} missing)")
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is no mapping
+                view = tensors.get_slice(name)
+                shape = list(view.get_shape())
+                size_bytes = _tensor_bytes(view.get_dtype(), shape)
+                place = rename(name)
+                if place is None or place[0] not in targets or _is_buffer(targets[place[0]], place[1]):
+                    report.skipped_bytes += size_bytes
+                    continue
+                parameter = parameters.get(place)
+                if parameter is None:
+                    raise ConfigError("--model", model_dir, f"weight {name} is no part of what config.json describes")
+                if list(parameter.shape) != shape:
+                    raise ConfigError(
+                        "--model",
+                        model_dir,
+                        f"weight {name} has shape {shape}, the configuration asks for {list(parameter.shape)}",
+                    )
+                # A copy of our own: the mapping goes away with the file, and a file that is overwritten while we
+                # serve must not change our weights.
+                tensor = tensors.get_tensor(name).to(device=device, dtype=dtype, copy=True)
+                _assign(targets[place[0]], place[1], tensor)
+                missing.discard(place)
+                report.loaded_bytes += size_bytes
+    if missing:
+        names = sorted(f"{t}.{name}" for t, name in missing)
+        raise ConfigError("--model", model_dir, f"has no weights for {names[0]} ({len(names)} missing)")
     logger.info("weights: %d bytes loaded, %d bytes skipped", report.loaded_bytes, report.skipped_bytes)
     return report
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (SafetensorError, OSError, ValueError) as error:  # what an empty file raises is no SafetensorError
+        reason = " ".join(str(error).split())
+        raise ConfigError("--model", str(file.parent), f"{file.name} cannot be read: {reason}") from None
+
+
+def _is_buffer(module: nn.Module, name: str) -> bool:
+    """Older checkpoints hold rotary frequencies and position numbers, which are computed."""
+    return name.endswith(".inv_freq") or name in dict(module.named_buffers())
 
 
 def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -129,12 +155,19 @@ def real_buffers(model: Any, device: torch.device) -> None:
         buffers = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         for name in buffers:
             meta = module.get_buffer(name)
-            module.register_buffer(name, torch.full_like(meta, torch.nan, device=device), persistent=False)
+            made = torch.full_like(meta, _unset(meta.dtype), device=device)
+            module.register_buffer(name, made, persistent=False)
         if buffers:
             model._init_weights(module)
         for name in buffers:
-            if module.get_buffer(name).isnan().any():
+            buffer = module.get_buffer(name)
+            if (buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)).any():
                 raise RuntimeError(f"transformers left buffer {name} of {type(module).__name__} without a value")
+
+
+def _unset(dtype: torch.dtype) -> float:
+    """What no buffer holds once it has its value."""
+    return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def weights_digest(model_dir: Path, files: list[Path], cache_dir: Path | None = None) -> str:
@@ -150,26 +183,21 @@ def weights_digest(model_dir: Path, files: list[Path], cache_dir: Path | None = 
     return hasher.hexdigest()
 
 
-class _Remembered(msgspec.Struct):
-    size_bytes: int
-    mtime_ns: int
-    digest: str
-
-
 def _file_digest(file: Path, cache_dir: Path) -> str:
     stat = file.stat()
     entry = cache_dir / f"{blake3(str(file.resolve()).encode()).hexdigest()}.json"
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        known = msgspec.json.decode(entry.read_bytes(), type=_Remembered)
-        if (known.size_bytes, known.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
-            return known.digest
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(entry.read_bytes())
+        if (known["size_bytes"], known["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns):
+            return str(known["digest"])
     hasher = blake3(max_threads=blake3.AUTO)
     hasher.update_mmap(file)
     digest = hasher.hexdigest()
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cache_dir, delete=False) as aside:
-            aside.write(msgspec.json.encode(_Remembered(stat.st_size, stat.st_mtime_ns, digest)))
+            remembered = {"size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "digest": digest}
+            aside.write(json.dumps(remembered).encode())
         os.replace(aside.name, entry)
     except OSError as error:
         logger.warning("the digest of %s is not remembered: %s", file.name, error.strerror)

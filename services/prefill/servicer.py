@@ -31,6 +31,8 @@ from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.prefill.leases import Leases
 from services.worker import Engine, Turn, Worker, check_expanded, check_num_images
 
+_INLINE_BYTES = 16 * 1024
+
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]  # generated code has no types
     """One call a prompt."""
@@ -45,7 +47,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]  
     ) -> prefill_pb2.PrefillResponse:
         async with self._worker.guarded(context, "Prefill.Prefill"):
             engine = self._worker.engine
-            core_request = self._to_core(request, engine)
+            core_request = await self._to_core(request, engine)
             try:
                 output = await _first_output(engine, core_request)
                 response = _to_response(core_request, output)
@@ -105,11 +107,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]  
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    def _to_core(self, request: prefill_pb2.PrefillRequest, engine: Engine) -> EngineCoreRequest:
+    async def _to_core(self, request: prefill_pb2.PrefillRequest, engine: Engine) -> EngineCoreRequest:
         request_id = request_id_from_proto(request.request_id)
         tenant_from_proto(request.tenant)
         max_images = self._worker.config.max_images_per_prompt
-        prompt_token_ids, placed, output_token_ids = _prompt(request, engine, max_images)
+        if request.ByteSize() > _INLINE_BYTES:
+            # To tokenize a long text takes seconds, in which this event loop has others to answer.
+            prompt_token_ids, placed, output_token_ids = await asyncio.to_thread(_prompt, request, engine, max_images)
+        else:
+            prompt_token_ids, placed, output_token_ids = _prompt(request, engine, max_images)
         return EngineCoreRequest(
             request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
             arrival_s=time.time(),

@@ -10,14 +10,14 @@ from pathlib import Path
 import grpc
 
 from tests.cli.program import ROOT, triptych
-from tests.router.stubs import FIRST_TOKEN, cluster, text_of
+from tests.router.stubs import FIRST_TOKEN, cluster, image_file, text_of
 
 FOUR = [FIRST_TOKEN + i for i in range(4)]
 
 
 async def test_json_has_text_tokens_usage_and_timeline(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        (tmp_path / name).write_bytes(name.encode())
+        (tmp_path / name).write_bytes(image_file(name.encode()))
     async with cluster() as c:
         code, out, err = await triptych(
             "generate", "--router", c.address, "--image", str(tmp_path / "two"), "--image", str(tmp_path / "one"),
@@ -33,7 +33,7 @@ async def test_json_has_text_tokens_usage_and_timeline(tmp_path: Path) -> None:
         request = c.prefills[0].requests[0]
         assert [part.WhichOneof("part") for part in request.chat.messages[0].content] == ["image", "image", "text"]
         keys = {e.content_hash: e.image for e in c.encoders[0].requests}
-        assert sorted(keys.values()) == [b"one", b"two"]
+        assert sorted(keys.values()) == [image_file(b"one"), image_file(b"two")]
         placed = c.decodes[0].requests[0].features
         assert [feature.key for feature in request.features] == [one.feature.key for one in placed]
         assert (request.sampling.seed, request.sampling.ignore_eos) == (7, True)
@@ -58,7 +58,7 @@ async def test_errors_are_one_line_with_the_code() -> None:
 
 async def test_the_plain_client_works_against_any_router(tmp_path: Path) -> None:
     picture = tmp_path / "picture"
-    picture.write_bytes(b"picture")
+    picture.write_bytes(image_file(b"picture"))
     async with cluster() as c:
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(ROOT / "examples" / "generate.py"), c.address, "what?", str(picture),

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from core.errors import ConfigError, InvalidRequestError
-from core.vision_grid import VisionGrid
+from core.vision_grid import PatchGrid, SquareGrid, VisionGrid
 
 CONFIG = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -27,6 +28,10 @@ def _model(folder: Path, model_type: str = "qwen3_vl", **changes: object) -> Pat
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     (folder / "preprocessor_config.json").write_text(json.dumps({**CONFIG, **changes}))
     return folder
+
+
+def _grid(patch_size: int, min_pixels: int, max_pixels: int) -> PatchGrid:
+    return PatchGrid("qwen3_vl", "", {}, patch_size, 2, min_pixels, max_pixels)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +59,7 @@ def test_equals_the_processors_rule_for_any_limits(width: int, height: int, low:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     limits = (low * 100, low * 100 + more * 100)
-    grid = VisionGrid("qwen3_vl", patch_size=14, merge_size=2, min_pixels=limits[0], max_pixels=limits[1], config={})
+    grid = _grid(14, *limits)
     try:
         predicted = grid.predict(width, height)
     except InvalidRequestError:
@@ -70,6 +75,78 @@ def test_older_spelling_of_the_limits(tmp_path: Path) -> None:
     grid = VisionGrid.from_model(folder)
     made = Qwen2VLImageProcessorPil.from_pretrained(folder)(Image.new("RGB", (30, 20)), return_tensors="np")
     assert grid.predict(30, 20)[0] == tuple(made["image_grid_thw"][0].tolist())
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_the_qwen_families_share_one_rule(tmp_path: Path, family: str) -> None:
+    assert isinstance(VisionGrid.from_model(_model(tmp_path, family)), PatchGrid)
+
+
+CLIP = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 56},
+    "crop_size": {"height": 56, "width": 56},
+    "do_center_crop": True,
+}
+
+
+def _llava(folder: Path, config: dict[str, object] | None = None, **changes: object) -> Path:
+    vision = {"image_size": 56, "patch_size": 14}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": vision, **(config or {})}))
+    settings = {name: value for name, value in {**CLIP, **changes}.items() if value is not None}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_clip_makes_one_square_of_everything(tmp_path_factory: pytest.TempPathFactory, width: int, height: int) -> None:
+    folder = _llava(tmp_path_factory.getbasetemp())
+    grid = VisionGrid.from_model(folder)
+    if max(width, height) / min(width, height) > 200:
+        with pytest.raises(InvalidRequestError, match="200"):
+            grid.predict(width, height)
+        return
+    made = CLIPImageProcessorPil.from_pretrained(folder)(Image.new("RGB", (width, height)), return_tensors="np")
+    assert made["pixel_values"].shape == (1, 3, 56, 56)
+    assert grid.predict(width, height) == ((1, 4, 4), 16)
+
+
+def test_clip_settings_in_their_other_spellings(tmp_path: Path) -> None:
+    for config, changes, count in (
+        ({"vision_feature_select_strategy": "full"}, {}, 17),
+        ({}, {"crop_size": 56, "size": 56}, 16),
+        ({}, {"do_center_crop": False, "size": {"height": 56, "width": 56}}, 16),
+        ({}, {"image_processor_type": None}, 16),
+    ):
+        grid = VisionGrid.from_model(_llava(tmp_path, config, **changes))
+        assert isinstance(grid, SquareGrid)
+        assert grid.predict(3, 5) == ((1, 4, 4), count)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ({}, {"image_processor_type": "SiglipImageProcessor"}, "SiglipImageProcessor"),
+        ({}, {"crop_size": {"height": 56, "width": 70}}, r"makes images of \(56, 70\)"),
+        ({}, {"do_center_crop": False}, "makes images of .*shortest_edge"),
+        ({}, {"do_center_crop": False, "do_resize": False}, "makes images of any size"),
+        ({"vision_config": {"image_size": 84, "patch_size": 14}}, {}, "asks for 84 x 84"),
+        ({"vision_config": {"image_size": 56, "patch_size": 0}}, {}, "patch_size 0"),
+    ],
+)
+def test_clip_settings_that_do_not_fit_are_named(
+    tmp_path: Path, config: dict[str, object], changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VisionGrid.from_model(_llava(tmp_path, config, **changes))
+
+
+def test_settings_within_processor_config_win_as_in_transformers(tmp_path: Path) -> None:
+    folder = _model(tmp_path)
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": {**CONFIG, "patch_size": 8}}))
+    made = Qwen2VLImageProcessorPil.from_pretrained(folder)(Image.new("RGB", (90, 60)), return_tensors="np")
+    assert VisionGrid.from_model(folder).predict(90, 60)[0] == tuple(made["image_grid_thw"][0].tolist())
 
 
 def test_preprocessing_id_is_canonical_and_sees_every_setting(tmp_path: Path) -> None:
@@ -88,7 +165,7 @@ def test_preprocessing_id_is_canonical_and_sees_every_setting(tmp_path: Path) ->
         ({"merge_size": "2"}, "merge_size '2'"),
         ({"size": {"shortest_edge": 100, "longest_edge": 50}}, "min_pixels above max_pixels"),
         ({"do_resize": False}, "do_resize"),
-        ({"model_type": "gpt2"}, "supported: qwen3_vl"),
+        ({"model_type": "gpt2"}, "supported: qwen3_vl, qwen2_5_vl, qwen2_vl, llava"),
     ],
 )
 def test_wrong_settings_are_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -110,6 +187,6 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [(0, 5), (5, 0), (-1, 5)])
 def test_zero_sides_are_refused(size: tuple[int, int]) -> None:
-    grid = VisionGrid("qwen3_vl", patch_size=16, merge_size=2, min_pixels=1, max_pixels=10**6, config={})
+    grid = _grid(16, 1, 10**6)
     with pytest.raises(InvalidRequestError, match="at least 1"):
         grid.predict(*size)

@@ -3,75 +3,81 @@
 from __future__ import annotations
 
 import itertools
-import random
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoTokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from tokenizers import Tokenizer
+from transformers import AutoModelForImageTextToText
 
 from core.errors import ConfigError
-from demo.checkpoint_families import FAMILIES, PRESETS, train_qwen_tokenizer
+from demo.checkpoint_families import FAMILIES, PRESETS, train_llava_tokenizer, train_qwen_tokenizer
 from demo.random_checkpoint import main, make_checkpoint
+from tests.pictures import picture
+from tests.reference import Reference
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model")
+def model_dir(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", family=family)
 
 
 @pytest.fixture(scope="module")
-def parts(model_dir: Path) -> tuple[Any, Any, Any]:
-    torch.set_num_threads(1)
-    model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(model_dir), Qwen2VLImageProcessorPil.from_pretrained(model_dir)
+def reference(model_dir: Path) -> Reference:
+    return Reference(model_dir)
 
 
-def _picture(seed: int, size: tuple[int, int] = (96, 64)) -> Image.Image:
-    return Image.frombytes("RGB", (6, 6), random.Random(seed).randbytes(108)).resize(size)
+CLASSES = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+}
+#: Beginnings of tensor names, as published checkpoints of the family have them.
+NAMES = {
+    "qwen3_vl": {"model.visual", "model.language_model", "lm_head.weight"},
+    "qwen2_5_vl": {"visual.blocks", "visual.merger", "visual.patch_embed", "model.layers", "model.norm"}
+    | {"model.embed_tokens", "lm_head.weight"},
+    "qwen2_vl": {"visual.blocks", "visual.merger", "visual.patch_embed", "model.layers", "model.norm"}
+    | {"model.embed_tokens"},
+    "llava": {"vision_tower.vision_model", "multi_modal_projector.linear_1", "multi_modal_projector.linear_2"}
+    | {"language_model.model", "language_model.lm_head"},
+}
 
 
-def _greedy(parts: tuple[Any, Any, Any], images: list[Image.Image], num_tokens: int = 64) -> list[int]:
-    model, tokenizer, processor = parts
-    content = [*({"type": "image"} for _ in images), {"type": "text", "text": "What do you see in this picture?"}]
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
-    )
-    features: dict[str, Any] = dict(processor(images, return_tensors="pt")) if images else {}
-    pad = model.config.image_token_id
-    counts = iter(int(grid.prod()) // 4 for grid in features.get("image_grid_thw", []))
-    ids = [new for old in ids for new in ([pad] * next(counts) if old == pad else [old])]
-    inputs = torch.tensor([ids])
-    if images:
-        features["mm_token_type_ids"] = (inputs == pad).int()
-    output = model.generate(
-        input_ids=inputs,
-        attention_mask=torch.ones_like(inputs),
-        **features,
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-    )
-    return [int(token) for token in output[0, len(ids) :]]
+def _answer(reference: Reference, images: list[bytes], num_tokens: int = 64) -> list[int]:
+    return reference.generate([("user", [*images, "What do you see in this picture?"])], num_tokens)
 
 
-def test_it_loads_like_a_downloaded_one(model_dir: Path, parts: tuple[Any, Any, Any]) -> None:
-    model, tokenizer, _ = parts
-    assert type(model).__name__ == "Qwen3VLForConditionalGeneration"
-    assert model.config.text_config.rope_parameters["mrope_section"] == [6, 5, 5]
-    assert tokenizer.eos_token_id in model.generation_config.eos_token_id
+def test_it_loads_like_a_downloaded_one(family: str, model_dir: Path, reference: Reference) -> None:
+    model, tokenizer = reference.model, reference.tokenizer
+    assert type(model).__name__ == CLASSES[family]
+    assert model.config.tie_word_embeddings is (family == "qwen2_vl")
+    eos = model.generation_config.eos_token_id
+    assert tokenizer.eos_token_id in (eos if isinstance(eos, list) else [eos])
     assert len(tokenizer) <= model.config.text_config.vocab_size
-    names = {name.split(".")[0] + "." + name.split(".")[1] for name in model.state_dict()}
-    assert names == {"model.visual", "model.language_model", "lm_head.weight"}
+    assert tokenizer.convert_ids_to_tokens(model.config.image_token_id) in ("<|image_pad|>", "<image>")
+    index = json.loads((model_dir / "model.safetensors.index.json").read_bytes())["weight_map"]
+    assert {".".join(name.split(".")[:2]) for name in index} == NAMES[family]
     assert len(list(model_dir.glob("model-*.safetensors"))) >= 2
     assert sum(file.stat().st_size for file in model_dir.iterdir()) < 4 << 20
     assert all(file.stat().st_mode & 0o444 == 0o444 for file in model_dir.iterdir())
+
+
+def test_sections_of_mrope_fill_the_heads(family: str, reference: Reference) -> None:
+    text = reference.model.config.text_config
+    sections = text.rope_parameters.get("mrope_section")
+    if family == "llava":
+        assert sections is None
+    else:
+        assert sum(sections) == (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads) // 2
 
 
 def test_every_weight_is_the_files(model_dir: Path) -> None:
@@ -79,9 +85,9 @@ def test_every_weight_is_the_files(model_dir: Path) -> None:
     assert not any(report.values())
 
 
-def test_output_varies_and_depends_on_every_picture_and_their_order(parts: tuple[Any, Any, Any]) -> None:
-    a, b, c = (_picture(seed) for seed in range(3))
-    small = _picture(0, (32, 96))
+def test_output_varies_and_depends_on_every_picture_and_their_order(reference: Reference) -> None:
+    a, b, c = (picture(seed, 96, 64) for seed in range(3))
+    small = picture(0, 32, 96)
     prompts = {
         "none": [],
         "a": [a],
@@ -92,32 +98,33 @@ def test_output_varies_and_depends_on_every_picture_and_their_order(parts: tuple
         "aa": [a, a],
         "abc": [a, b, c],
     }
-    outputs = {name: _greedy(parts, images) for name, images in prompts.items()}
+    outputs = {name: _answer(reference, images) for name, images in prompts.items()}
     for name, tokens in outputs.items():
         assert len(set(tokens)) > 10, name
     for left, right in itertools.combinations(outputs, 2):
         assert outputs[left] != outputs[right], (left, right)
 
 
-def test_the_same_seed_gives_the_same_bytes(model_dir: Path, tmp_path: Path) -> None:
-    again = make_checkpoint(tmp_path / "again")
+def test_the_same_seed_gives_the_same_bytes(family: str, model_dir: Path, tmp_path: Path) -> None:
+    again = make_checkpoint(tmp_path / "again", family=family)
     names = sorted(file.name for file in model_dir.iterdir())
     assert sorted(file.name for file in again.iterdir()) == names
     assert all((again / name).read_bytes() == (model_dir / name).read_bytes() for name in names)
-    other = make_checkpoint(tmp_path / "other", seed=1)
+    other = make_checkpoint(tmp_path / "other", family=family, seed=1)
     different = [name for name in names if (other / name).read_bytes() != (model_dir / name).read_bytes()]
     assert different == [name for name in names if name.endswith(".safetensors")]
 
 
-def test_dtype(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "half", dtype="bfloat16")
+def test_dtype(family: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "half", family=family, dtype="bfloat16")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
     assert {weight.dtype for weight in model.state_dict().values()} == {torch.bfloat16}
 
 
-def test_the_large_vocabulary_is_whole() -> None:
+@pytest.mark.parametrize("train", [train_qwen_tokenizer, train_llava_tokenizer])
+def test_the_large_vocabulary_is_whole(train: Callable[[int], Tokenizer]) -> None:
     preset = PRESETS["bench"]
-    tokenizer = train_qwen_tokenizer(preset.tokenizer_size)
+    tokenizer = train(preset.tokenizer_size)
     assert sorted(tokenizer.get_vocab().values()) == list(range(preset.tokenizer_size))
     assert preset.tokenizer_size <= preset.vocab_size
     text = "What do you see in this picture? Ünïcode 你好 🎉\n"
@@ -160,4 +167,4 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([str(tmp_path / "model"), "--seed", "3"]) == 0
     assert (tmp_path / "model" / "config.json").is_file()
     assert main([str(tmp_path / "other"), "--family", "nonesuch"]) == 2
-    assert "supported are qwen3_vl" in capsys.readouterr().err
+    assert "supported are qwen3_vl, qwen2_5_vl, qwen2_vl, llava" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -274,7 +275,7 @@ async def cluster(encoders: int = 1, prefills: int = 1, decodes: int = 1, **sett
         async with grpc.aio.insecure_channel(server.bound, options=CHANNEL_OPTIONS) as channel:
             yield Cluster(
                 **stubs, pipeline=pipeline, metrics=metrics, fleet=fleet, address=server.bound,
-                stub=router_pb2_grpc.RouterStub(channel),
+                channel=channel, stub=router_pb2_grpc.RouterStub(channel),
             )  # fmt: skip
         await server.drain(1)
         assert len(pipeline.inflight) == 0
@@ -287,12 +288,22 @@ async def cluster(encoders: int = 1, prefills: int = 1, decodes: int = 1, **sett
             await stub.stop()
 
 
+def bitmap(width: int, height: int) -> bytes:
+    """A bitmap without its pixels."""
+    return b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
+
+
+def image_file(name: bytes) -> bytes:
+    """A file that is an image by its header, which is all that the router looks at, and unlike those of other names."""
+    return bitmap(1, 1) + name
+
+
 def chat(*parts: str | bytes, max_tokens: int = 5, **fields) -> router_pb2.GenerateRequest:
-    """One user message: text as str, an image's bytes as bytes."""
+    """One user message: text as str, an image by its name as bytes; `b""` is an image without bytes."""
     content = [
         common_pb2.ContentPart(text=common_pb2.TextPart(text=part))
         if isinstance(part, str)
-        else common_pb2.ContentPart(image=common_pb2.ImagePart(data=part))
+        else common_pb2.ContentPart(image=common_pb2.ImagePart(data=image_file(part) if part else b""))
         for part in parts
     ]
     message = common_pb2.ChatMessage(role="user", content=content)

@@ -8,7 +8,7 @@ import time
 import grpc
 import pytest
 
-from tests.router.stubs import FIRST_TOKEN, chat, cluster, collect, text_of, until
+from tests.router.stubs import FIRST_TOKEN, chat, cluster, collect, image_file, text_of, until
 
 FIVE = [FIRST_TOKEN + i for i in range(5)]
 EIGHT = [FIRST_TOKEN + i for i in range(8)]
@@ -25,7 +25,7 @@ async def test_a_missing_item_is_encoded_again_once() -> None:
         c.prefills[0].missing = [[1]]
         token_ids, _, _ = await collect(c.stub.Generate(chat(b"one", b"two", "?")))
         assert token_ids == FIVE
-        assert [request.image for request in c.encoders[0].requests[2:]] == [b"two"]
+        assert [request.image for request in c.encoders[0].requests[2:]] == [image_file(b"two")]
         assert c.retries("encode", "missing") == c.total_retries() == 1
 
 
@@ -125,7 +125,7 @@ async def test_an_error_of_the_encoder_says_which_image_and_stops_the_others() -
         encode, begun = encoder.Encode, asyncio.Event()
 
         async def second_fails(request, context):
-            if request.image == b"two":
+            if request.image == image_file(b"two"):
                 await begun.wait()
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not an image")
             encoder.gate = asyncio.Event()

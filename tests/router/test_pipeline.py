@@ -9,7 +9,18 @@ import pytest
 
 from core.keys import content_hash, item_key
 from protos import common_pb2, router_pb2
-from tests.router.stubs import FIRST_TOKEN, NAMESPACE, NUM_EMBEDS, PLACEHOLDER, chat, cluster, collect, text_of, until
+from tests.router.stubs import (
+    FIRST_TOKEN,
+    NAMESPACE,
+    NUM_EMBEDS,
+    PLACEHOLDER,
+    chat,
+    cluster,
+    collect,
+    image_file,
+    text_of,
+    until,
+)
 
 FIVE = [FIRST_TOKEN + i for i in range(5)]
 
@@ -30,7 +41,7 @@ async def test_streams_tokens_usage_and_a_timeline_of_all_stages() -> None:
         # The stages see the router's own id, and prefill sees no pixels.
         assert c.prefills[0].requests[0].request_id != "mine"
         assert c.prefills[0].requests[0].chat.messages[0].content[0].image.WhichOneof("source") is None
-        assert c.encoders[0].requests[0].image == b"picture"
+        assert c.encoders[0].requests[0].image == image_file(b"picture")
 
 
 async def test_text_only_skips_encode() -> None:
@@ -67,7 +78,7 @@ async def test_images_are_encoded_in_parallel_and_arrive_in_prompt_order() -> No
         c.encoders[0].gate.set()
         await call
         keys = [feature.key for feature in c.prefills[0].requests[0].features]
-        assert keys == [item_key(content_hash(image), NAMESPACE) for image in images]
+        assert keys == [item_key(content_hash(image_file(image)), NAMESPACE) for image in images]
 
 
 async def test_equal_images_in_flight_are_encoded_once_within_and_across_requests() -> None:
@@ -123,7 +134,7 @@ async def test_prefill_and_decode_take_turns() -> None:
 
 async def test_token_prompts_pass_through() -> None:
     async with cluster() as c:
-        image = common_pb2.ImagePart(data=b"picture")
+        image = common_pb2.ImagePart(data=image_file(b"picture"))
         tokens = common_pb2.TokenPrompt(token_ids=[1, PLACEHOLDER, 2], images=[image])
         sampling = common_pb2.SamplingParams(temperature=0, max_tokens=5)
         token_ids, _, finished = await collect(

@@ -13,7 +13,9 @@ WebP and compressed TIFF get all of it in one call, which their number of pixels
 
 from __future__ import annotations
 
+import logging
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -32,6 +34,10 @@ MAX_DECODE_S = 15.0
 #: Part of the preprocessing that an item's key covers; raise it when `decode_rgb` makes other pixels of a file.
 DECODE_VERSION = 1
 
+# Of damaged metadata. A picture is refused or it is not; what clients send must not fill the log.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+logging.getLogger("PIL").setLevel(logging.CRITICAL)
+
 # Pillow's own guard warns at one limit and raises at twice that, process-wide. Every image here passes `_check_size`
 # before a pixel is decoded.
 Image.MAX_IMAGE_PIXELS = None
@@ -41,7 +47,7 @@ _MAX_HEADER_READS = 20_000
 #: A header may be read twice (a TIFF's directory), and no more than that is there; the rest is room for small files.
 _HEADER_READ_FACTOR = 2
 _HEADER_READ_ROOM = 1 << 16
-#: More than one segment of a JPEG holds. The parser's work can grow with the square of it.
+#: More than one segment of a JPEG holds. Before Pillow 13 the parser's work can grow with the square of it.
 _MAX_EXIF_BYTES = 1 << 16
 _EXIF_MARK = b"Exif\0\0"
 _DECODE_BLOCK = 1 << 13

@@ -19,12 +19,13 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from connectors.ec.base import ECConnectorBase, ECConnectorOutput, ECItem
+from connectors.ec.base import ECConnectorBase
 from connectors.kv.base import KVConnectorBase, KVConnectorOutput
 from core.errors import IncompatibleError, TriptychError
-from core.types import FinishReason, KVRole, PlacedFeature, Span, Usage
+from core.types import FinishReason, KVRole, Span, Usage
 from engine.encode_queue import EncodeQueue
 from engine.encoder_cache_manager import EncoderCacheManager
+from engine.item_gate import ItemGate
 from engine.kv_cache_manager import KVCacheManager
 from engine.protocol import EngineCoreOutput, EngineCoreRequest, EngineStats, ErrorKind
 from engine.request import Ended, Request, RequestStatus
@@ -59,6 +60,9 @@ class Scheduler:
             max_batched_embeds=settings.max_num_batched_tokens,
             where=settings.where,
         )
+        self._items = ItemGate(
+            cache, ec_connector, self.encodes, self.stats, settings, lambda: (*self._waiting, *self._parked.values())
+        )
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -66,8 +70,6 @@ class Scheduler:
         self._known: set[str] = set()  # requests whose state the runner holds
         self._forget: list[str] = []  # requests that the runner must drop
         self._ready_outputs: list[EngineCoreOutput] = []  # ends that no model run brings
-        self._load_started: dict[str, float] = {}  # item key -> time
-        self._lost: dict[str, set[str]] = {}  # request id -> keys that could not be loaded while it waited for them
         self._news = False  # whether the next step may do what the last could not
         self._evictions_counted = 0
 
@@ -85,7 +87,7 @@ class Scheduler:
             or self.encodes.num_unfinished_jobs
             or self._ready_outputs
             or self._forget
-            or self._load_started
+            or self._items.is_loading
         )
 
     @property
@@ -123,9 +125,8 @@ class Scheduler:
             if placed.feature.num_embeds > self.cache.num_rows:
                 self.refuse(made.request_id, ErrorKind.INVALID_REQUEST, self._too_large(placed.feature.num_embeds))
                 return
-            # Begins the look-up, so that its answer is there when the request's turn comes.
-            if request.kv is None and not self.cache.is_ready(placed.feature.key):
-                self._ec.has_cache_item(placed.feature.key)
+        if request.kv is None:
+            self._items.look_ahead(request)
         self._requests[request.request_id] = request
         self._waiting.append(request)
         self.stats.count("prompt_tokens_total", request.num_prompt_tokens)
@@ -178,7 +179,7 @@ class Scheduler:
         while i < len(self._running) and budget > 0:
             request = self._running[i]
             wanted = min(request.num_tokens - request.num_computed_tokens, budget)
-            num_tokens, uses = self._fit_items(request, wanted)
+            num_tokens, uses = self._items.fit(request, wanted)
             if num_tokens == 0:
                 del self._running[i]
                 self._park_for_items(request)
@@ -203,8 +204,8 @@ class Scheduler:
                     continue
                 return
             wanted = min(request.num_tokens - request.num_computed_tokens, budget)
-            num_tokens, uses = self._fit_items(request, wanted)
-            if num_tokens == 0 or (num_tokens < wanted and self._is_patient(request)):
+            num_tokens, uses = self._items.fit(request, wanted)
+            if num_tokens == 0 or (num_tokens < wanted and self._items.is_patient(request)):
                 self._waiting.popleft()
                 self._park_for_items(request)
                 continue
@@ -297,7 +298,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._remove(request)
         self.kv.free(request)
-        self._let_go_items(request)
+        self._items.let_go(request)
         self._forget_in_runner(request)
         request.num_computed_tokens = 0
         request.recomputes = True
@@ -335,28 +336,7 @@ class Scheduler:
         self._park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
         return True
 
-    # ---- encoder items ----
-
-    def _fit_items(self, request: Request, num_tokens: int) -> tuple[int, list[ItemUse]]:
-        """Cut a chunk off at its first item that is not in the buffer. The items within the chunk are held."""
-        start = request.num_computed_tokens
-        uses: list[ItemUse] = []
-        for placed in request.features:
-            if placed.end <= start:
-                continue
-            if placed.offset >= start + num_tokens:
-                break
-            key = placed.feature.key
-            if not self.cache.is_ready(key):
-                num_tokens = max(placed.offset - start, 0)
-                break
-            self.cache.hold(key, request.request_id)
-            request.held_items.add(key)
-            first = max(placed.offset, start)
-            last = min(placed.end, start + num_tokens)
-            row = self.cache.where(key).start + first - placed.offset
-            uses.append(ItemUse(request.request_id, first, last - first, row))
-        return num_tokens, uses
+    # ---- parking ----
 
     def _park_for_items(self, request: Request) -> None:
         self._park(request, RequestStatus.WAITING_FOR_ENCODER_CACHE)
@@ -375,73 +355,16 @@ class Scheduler:
                 self._advance(request)
 
     def _advance(self, request: Request) -> None:
-        """Look at the items that a parked request still needs: order loads, send it on, or end it as missing."""
-        needed = [p for p in request.features if p.end > request.num_computed_tokens]
-        undecided, missing = False, []
-        for i, placed in enumerate(needed):
-            key = placed.feature.key
-            if self.cache.is_ready(key):
-                if i == 0:
-                    self.cache.hold(key, request.request_id)
-                    request.held_items.add(key)
-            elif not self.cache.is_filling(key) and not self.encodes.makes(key):
-                # One that could not be loaded is missing, whatever the store says: else a file that is listed but
-                # cannot be read would be loaded for ever.
-                lost = key in self._lost.get(request.request_id, ())
-                present = False if lost else self._ec.has_cache_item(key)
-                if present is None:
-                    undecided = True
-                elif present:
-                    self._order_load(request, placed, first=i == 0)
-                elif key not in missing:
-                    missing.append(key)
-        if missing and not undecided:
+        """Send a parked request on, end it as missing, or leave it."""
+        can_go_on, missing = self._items.check(request)
+        if missing:
             self.stats.count("ec_misses_total", len(missing))
             del self._parked[request.request_id]
             self._end(request, Ended(RequestStatus.FINISHED_ERROR, missing=missing))
-        elif self._can_go_on(request, needed):
+        elif can_go_on:
             del self._parked[request.request_id]
             request.status = RequestStatus.WAITING
             self._waiting.appendleft(request)
-
-    def _is_patient(self, request: Request) -> bool:
-        return not request.scheduled_s and time.time() - request.arrival_s < self.settings.item_patience_s
-
-    def _can_go_on(self, request: Request, needed: list[PlacedFeature]) -> bool:
-        ready = [self.cache.is_ready(placed.feature.key) for placed in needed]
-        if self._is_patient(request):
-            return all(ready)
-        return not needed or ready[0] or needed[0].offset > request.num_computed_tokens
-
-    def _order_load(self, request: Request, placed: PlacedFeature, *, first: bool) -> None:
-        feature = placed.feature
-        where = self.cache.allocate(feature.key, feature.num_embeds)
-        if where is None and first and self._take_items_of_waiting(request):
-            where = self.cache.allocate(feature.key, feature.num_embeds)
-        if where is None:
-            return  # tried again in the next step
-        if first:
-            self.cache.hold(feature.key, request.request_id)
-            request.held_items.add(feature.key)
-        self._ec.update_state_after_alloc(ECItem(feature.key, feature.num_embeds), where)
-        self._load_started[feature.key] = time.time()
-        self.stats.count("ec_hits_total")
-
-    def _take_items_of_waiting(self, request: Request) -> bool:
-        """A request that has KV blocks needs room in the buffer: take the items of those that have none."""
-        if not request.block_ids:
-            return False
-        taken = False
-        for other in (*self._waiting, *self._parked.values()):
-            if other is not request and other.held_items and not other.block_ids:
-                self._let_go_items(other)
-                taken = True
-        return taken
-
-    def _let_go_items(self, request: Request) -> None:
-        for key in request.held_items:
-            self.cache.let_go(key, request.request_id)
-        request.held_items.clear()
 
     # ---- results ----
 
@@ -451,7 +374,7 @@ class Scheduler:
         if made.prepared or made.encoded or outputs:
             self._news = True
         if made.ec is not None:
-            self._take_ec_output(made.ec)
+            self._items.take_output(made.ec, self._parked.values())
             self._news |= bool(made.ec)
         if made.kv is not None:
             self._take_kv_output(made.kv)
@@ -459,12 +382,7 @@ class Scheduler:
         for request_id, num_tokens in out.num_scheduled_tokens.items():
             request = self._requests[request_id]
             request.num_computed_tokens += num_tokens
-            for placed in request.features:
-                if placed.end <= request.num_computed_tokens and placed.feature.key in request.held_items:
-                    later = any(p.feature.key == placed.feature.key and p.end > placed.end for p in request.features)
-                    if not later:
-                        self.cache.let_go(placed.feature.key, request_id)
-                        request.held_items.discard(placed.feature.key)
+            self._items.let_go_computed(request)
             token = made.sampled.get(request_id)
             if token is not None:
                 self._take_token(request, token)
@@ -504,33 +422,6 @@ class Scheduler:
         if request.num_tokens >= request.max_total_tokens:
             return Ended(RequestStatus.FINISHED_LENGTH, FinishReason.LENGTH)
         return None
-
-    def _take_ec_output(self, made: ECConnectorOutput) -> None:
-        self._ec.update_connector_output(made)
-        self.stats.count("ec_bytes_total", made.bytes_loaded + made.bytes_saved)
-        for seconds in made.seconds_loading:
-            self.stats.observe("ec_load_seconds", seconds)
-        for seconds in made.seconds_saving:
-            self.stats.observe("ec_save_seconds", seconds)
-        started_s: dict[str, float] = {}
-        for key in (*made.finished_loading, *made.failed_loading):
-            ordered_s = self._load_started.pop(key, None)
-            if ordered_s is None:
-                continue  # a connector that reports what nobody ordered, or twice, must not end the engine
-            started_s[key] = ordered_s
-            if key in made.failed_loading:
-                self.stats.count("ec_load_failures_total")
-                self.cache.drop(key)
-                for request in self._parked.values():
-                    if any(placed.feature.key == key for placed in request.features):
-                        self._lost.setdefault(request.request_id, set()).add(key)
-            else:
-                self.cache.set_ready(key)
-        for request in self._parked.values():
-            for placed in request.features:
-                if placed.feature.key in started_s:
-                    request.spans.append(self._span("ec_load", started_s[placed.feature.key]))
-                    break
 
     def _take_kv_output(self, made: KVConnectorOutput) -> None:
         assert self._kv_connector is not None
@@ -593,7 +484,7 @@ class Scheduler:
         """The one way out: everything that a request holds is freed here. It must be in no list any more."""
         self._news = True  # what it held may be what others wait for
         request.status = ended.status
-        self._let_go_items(request)
+        self._items.forget(request)
         if request.hand_over and ended.status is RequestStatus.FINISHED_LENGTH and ended.reason is None:
             assert self._kv_connector is not None
             ended.kv = self._kv_connector.request_finished(
@@ -604,8 +495,6 @@ class Scheduler:
             self.kv.free(request)
         self._forget_in_runner(request)
         del self._requests[request.request_id]
-        self._lost.pop(request.request_id, None)
-        self._ec.request_finished(request.request_id)
         if not tell:
             return
         if request.first_token_s and not request.hand_over:

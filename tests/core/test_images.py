@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+import time
 import warnings
 import zlib
 from io import BytesIO
@@ -182,3 +183,52 @@ def test_random_damage_ends_in_pixels_or_in_a_named_error() -> None:
             except InvalidRequestError:
                 continue
             assert rgb.size == (header.width, header.height)
+
+
+def progressive_scans(num_scans: int, side: int) -> bytes:
+    """A progressive JPEG that repeats a scan: each is few bytes of the file and a pass over all blocks."""
+    data = _file(Image.new("L", (side, side), 128), "JPEG", progressive=True)
+    begin = data.rindex(b"\xff\xda")
+    return data[:begin] + data[begin:-2] * num_scans + data[-2:]
+
+
+def test_decoding_ends_when_its_time_is_over() -> None:
+    data = progressive_scans(2000, 2000)
+    started_s = time.monotonic()
+    with pytest.raises(InvalidRequestError, match=r"image 1: decoding takes longer than 0\.2 s, the limit"):
+        decode_rgb(data, max_s=0.2, part="image 1")
+    # What is between two looks at the clock is a few scans, not all of them.
+    assert time.monotonic() - started_s < 5
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"\xff\xd8" + b"\xff" * 100_000, "the header has more than 20000 pieces"),
+        (b"\xff\xd8" + b"\xff\xfe\x00\x02" * 30_000, "the header has more than 20000 pieces"),
+        (b"\xff\xd8" + b"\xff\xe1\x00\x0cExif\0\0abcd" * 3, "the header has more than 1 EXIF segment"),
+    ],
+    ids=["padding", "comments", "exif"],
+)
+def test_a_header_that_is_costly_to_read(data: bytes, expected: str) -> None:
+    for read in (read_header, decode_rgb):
+        with pytest.raises(InvalidRequestError, match=expected):
+            read(data)
+
+
+def test_a_directory_whose_tags_claim_the_same_bytes() -> None:
+    """Each of them a copy of nearly the whole file: their sum would be its square."""
+    num_tags, size = 4000, 200_000
+    tags = b"".join(struct.pack("<HHII", 40_000 + i, 7, size // 2, 100) for i in range(num_tags))
+    data = b"II*\0" + struct.pack("<IH", 8, num_tags) + tags + bytes(4)
+    # Pillow 13 passes over such tags by itself, earlier ones do as they are told.
+    with pytest.raises(InvalidRequestError, match="parts of the header overlap|not an image"):
+        read_header(data + bytes(size))
+
+
+def test_metadata_too_large_for_an_orientation_is_passed_over() -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    exif[ExifTags.Base.ImageDescription] = "x" * 70_000
+    header = read_header(_file(_picture(), "PNG", exif=exif))
+    assert (header.width, header.height) == (40, 24)

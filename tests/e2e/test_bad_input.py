@@ -79,7 +79,7 @@ IMAGES: dict[str, tuple[Callable[[], bytes], str]] = {
     "gif 0 x 9": (lambda: bad_images.gif(0, 9), "image"),
     "wide": (lambda: picture(304, 1005, 5), "1005 x 5 pixels; one side may be at most 200 times the other"),
     "tall": (lambda: picture(305, 2, 402), "2 x 402 pixels; one side may be at most 200 times the other"),
-    "other pixels than the header says": (lambda: bad_images.jpeg(900, 900), "the JPEG file is damaged or cut short"),
+    "fewer pixels than the header says": (lambda: bad_images.png(64, 64), "the PNG file is damaged or cut short"),
     "many pieces": (bad_images.many_pieces, "the header has more than 20000 pieces, the limit"),
     "many exif segments": (bad_images.many_exif_segments, "the header has more than 1 EXIF segment, the limit"),
     "too many bytes": (lambda: WHOLE + bytes(32 << 20), f"{len(WHOLE) + (32 << 20)} bytes, the limit is 33554432"),
@@ -339,7 +339,6 @@ def test_words_that_spell_special_tokens_stay_words(cluster: Cluster, tiny_model
         *tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n").ids,
     ]
     assert ids.count(PAD) == 1
-    assert tokenizer.encode(words).ids != plain.encode(words).ids or "<|" not in words.replace("<|im_", "")
     asked = cluster.generate(chat_request([("user", [image, words])], max_tokens=16))
     request = with_tokens(ids, image)
     request.sampling.CopyFrom(chat_request(GOOD, max_tokens=16).sampling)

@@ -190,7 +190,9 @@ def test_an_absent_item_is_named_and_the_engine_goes_on(engine: Engine) -> None:
 )
 def test_a_request_that_would_end_the_engine_is_refused(engine: Engine, changes: dict[str, Any], words: str) -> None:
     width = engine.client.info.embed_width
-    features = [PlacedFeature(Feature("a" * 64, n, grid, width), offset) for offset, n, grid in changes.get("features", [])]
+    features = [
+        PlacedFeature(Feature("a" * 64, n, grid, width), offset) for offset, n, grid in changes.get("features", [])
+    ]
     values = {"prompt_token_ids": [5] * 20, "sampling": GREEDY, **changes, "features": features}
     engine.ended.pop("bad", None)
     engine.client.add(EngineCoreRequest("bad", 0.0, **values))
@@ -213,7 +215,7 @@ def test_what_is_no_image_fails_alone(engine: Engine) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_aborts_at_any_step_leave_nothing_behind(make_engine: MakeEngine, engine: Engine, seed: int) -> None:
     draw = random.Random(seed)
-    images = [picture(100 + i, 64, 64) for i in range(6)]
+    images = [picture(100 + i, 224, 224) for i in range(4)]  # each takes most of a step's budget
     live: list[str] = []
     for turn in range(60):
         if draw.random() < 0.5:
@@ -221,7 +223,7 @@ def test_aborts_at_any_step_leave_nothing_behind(make_engine: MakeEngine, engine
             if draw.random() < 0.4:
                 engine.encode(name, draw.choice(images))
             else:
-                engine.add(name, [draw.randint(1, 90), draw.choice([*images, PICTURE]), 3], GREEDY)
+                engine.add(name, [draw.randint(1, 60), draw.choice([*images, PICTURE]), 3], GREEDY)
             live.append(name)
         if live and draw.random() < 0.4:
             engine.client.abort(live.pop(draw.randrange(len(live))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import pairwise
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -98,7 +99,7 @@ class EncoderBuffer(RuleBasedStateMachine):
     def holes_are_joined_and_none_is_lost(self) -> None:
         holes = self.cache._free
         assert sum(hole.num_rows for hole in holes) + sum(w.num_rows for w, _ in self.items.values()) == NUM_ROWS
-        assert all(a.start + a.num_rows < b.start for a, b in zip(holes, holes[1:], strict=False))
+        assert all(a.start + a.num_rows < b.start for a, b in pairwise(holes))
 
 
 TestEncoderBuffer = EncoderBuffer.TestCase

@@ -59,7 +59,7 @@ def errors(case: Case) -> torch.Tensor:
     expected = naive_paged_attention(query, key, value, twin_cache, query_lens, seq_lens, table, scale)
 
     width = max(counts)
-    stale = order[0]  # rows of a shorter sequence hold old block numbers beyond its end
+    stale = -1  # beyond a sequence's end the table may hold anything
     batch = build_attention_batch(
         np.array(query_lens),
         np.array(seq_lens),
@@ -119,9 +119,7 @@ def test_bfloat16_is_off_by_little_more_than_one_rounding(seed: int) -> None:
     group=st.integers(1, 8),
     seed=st.integers(0, 1000),
 )
-def test_any_batch(
-    sequences: list[tuple[int, int]], block_size: int, num_kv_heads: int, group: int, seed: int
-) -> None:
+def test_any_batch(sequences: list[tuple[int, int]], block_size: int, num_kv_heads: int, group: int, seed: int) -> None:
     assert errors(Case(sequences, block_size, num_kv_heads, group, 8, seed)).max() < 2e-6
 
 
@@ -129,6 +127,8 @@ def test_decodes_of_like_length_share_a_call() -> None:
     """What continuous batching gains: one call for many, and no long sequence that pads all others."""
     lens = np.array([17, 18, 20, 400])
     table = np.arange(4 * 25).reshape(4, 25)
-    batch = build_attention_batch(np.ones(4, dtype=np.int64), lens, table, block_size=16, dtype=torch.float32, device=CPU)
+    batch = build_attention_batch(
+        np.ones(4, dtype=np.int64), lens, table, block_size=16, dtype=torch.float32, device=CPU
+    )
     assert [group.num_seqs for group in batch.decodes] == [3, 1]
     assert batch.chunks == []

@@ -1,0 +1,175 @@
+"""Between requests and the encoder buffer: which items a request may use now, and loads for those it may not yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from connectors.ec.base import ECConnectorBase, ECConnectorOutput, ECItem
+from core.types import PlacedFeature, Span
+from engine.encode_queue import EncodeQueue
+from engine.encoder_cache_manager import EncoderCacheManager
+from engine.request import Request
+from engine.scheduler_output import ItemUse
+from engine.settings import SchedulerSettings
+from engine.stats import StatsCollector
+
+
+class ItemGate:
+    """Part of the scheduler. Step thread only.
+
+    `idle` gives the requests that hold no turn: waiting and parked ones. Items that only they keep, and that have no KV
+    blocks to show for it, are taken where a request with blocks finds no room.
+    """
+
+    def __init__(
+        self,
+        cache: EncoderCacheManager,
+        connector: ECConnectorBase,
+        encodes: EncodeQueue,
+        stats: StatsCollector,
+        settings: SchedulerSettings,
+        idle: Callable[[], Iterable[Request]],
+    ) -> None:
+        self._cache = cache
+        self._connector = connector
+        self._encodes = encodes
+        self._stats = stats
+        self._settings = settings
+        self._idle = idle
+        self._load_started: dict[str, float] = {}  # item key -> time
+        self._lost: dict[str, set[str]] = {}  # request id -> keys that could not be loaded while it waited for them
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._load_started)
+
+    def look_ahead(self, request: Request) -> None:
+        """Begin the look-ups of a new request, so that their answers are there when its turn comes."""
+        for placed in request.features:
+            if not self._cache.is_ready(placed.feature.key):
+                self._connector.has_cache_item(placed.feature.key)
+
+    def fit(self, request: Request, num_tokens: int) -> tuple[int, list[ItemUse]]:
+        """Cut a chunk off at its first item that is not in the buffer. The items within the chunk are held."""
+        start = request.num_computed_tokens
+        uses: list[ItemUse] = []
+        for placed in request.features:
+            if placed.end <= start:
+                continue
+            if placed.offset >= start + num_tokens:
+                break
+            key = placed.feature.key
+            if not self._cache.is_ready(key):
+                num_tokens = max(placed.offset - start, 0)
+                break
+            self._hold(request, key)
+            first = max(placed.offset, start)
+            last = min(placed.end, start + num_tokens)
+            row = self._cache.where(key).start + first - placed.offset
+            uses.append(ItemUse(request.request_id, first, last - first, row))
+        return num_tokens, uses
+
+    def is_patient(self, request: Request) -> bool:
+        """Whether it is too new to spend a step on a part of it."""
+        return not request.scheduled_s and time.time() - request.arrival_s < self._settings.item_patience_s
+
+    def check(self, request: Request) -> tuple[bool, list[str]]:
+        """Look at the items that a parked request still needs, and order loads. Returns whether it can go on, and the
+        keys that are missing for good; those only once every look-up has answered, so that all are named together."""
+        needed = [placed for placed in request.features if placed.end > request.num_computed_tokens]
+        undecided, missing = False, []
+        for i, placed in enumerate(needed):
+            key = placed.feature.key
+            if self._cache.is_ready(key):
+                if i == 0:
+                    self._hold(request, key)
+            elif not self._cache.is_filling(key) and not self._encodes.makes(key):
+                # One that could not be loaded is missing, whatever the store says: else a file that is listed but
+                # cannot be read would be loaded for ever.
+                lost = key in self._lost.get(request.request_id, ())
+                present = False if lost else self._connector.has_cache_item(key)
+                if present is None:
+                    undecided = True
+                elif present:
+                    self._order_load(request, placed, first=i == 0)
+                elif key not in missing:
+                    missing.append(key)
+        if missing:
+            return False, [] if undecided else missing
+        ready = [self._cache.is_ready(placed.feature.key) for placed in needed]
+        if self.is_patient(request):
+            return all(ready), []
+        return not needed or ready[0] or needed[0].offset > request.num_computed_tokens, []
+
+    def let_go_computed(self, request: Request) -> None:
+        """Let go of the items that all of the request's remaining tokens are behind."""
+        if request.held_items:
+            needed = {p.feature.key for p in request.features if p.end > request.num_computed_tokens}
+            for key in request.held_items - needed:
+                self._cache.let_go(key, request.request_id)
+            request.held_items &= needed
+
+    def let_go(self, request: Request) -> None:
+        """Let go of everything that it holds."""
+        for key in request.held_items:
+            self._cache.let_go(key, request.request_id)
+        request.held_items.clear()
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self.let_go(request)
+        self._lost.pop(request.request_id, None)
+        self._connector.request_finished(request.request_id)
+
+    def take_output(self, made: ECConnectorOutput, parked: Iterable[Request]) -> None:
+        """What the connector's worker side reported; saves are the encode queue's."""
+        self._connector.update_connector_output(made)
+        self._stats.count("ec_bytes_total", made.bytes_loaded + made.bytes_saved)
+        for seconds in made.seconds_loading:
+            self._stats.observe("ec_load_seconds", seconds)
+        for seconds in made.seconds_saving:
+            self._stats.observe("ec_save_seconds", seconds)
+        for key in (*made.finished_loading, *made.failed_loading):
+            started_s = self._load_started.pop(key, None)
+            if started_s is None:
+                continue  # a connector that reports what nobody ordered, or twice, must not end the engine
+            failed = key in made.failed_loading
+            if failed:
+                self._stats.count("ec_load_failures_total")
+                self._cache.drop(key)
+            else:
+                self._cache.set_ready(key)
+            span = Span("ec_load", started_s, time.time(), self._settings.where, "failed" if failed else "")
+            for request in parked:
+                if any(placed.feature.key == key for placed in request.features):
+                    request.spans.append(span)
+                    if failed:
+                        self._lost.setdefault(request.request_id, set()).add(key)
+
+    def _hold(self, request: Request, key: str) -> None:
+        self._cache.hold(key, request.request_id)
+        request.held_items.add(key)
+
+    def _order_load(self, request: Request, placed: PlacedFeature, *, first: bool) -> None:
+        feature = placed.feature
+        where = self._cache.allocate(feature.key, feature.num_embeds)
+        if where is None and first and self._take_from_idle(request):
+            where = self._cache.allocate(feature.key, feature.num_embeds)
+        if where is None:
+            return  # tried again in the next step
+        if first:
+            self._hold(request, feature.key)
+        self._connector.update_state_after_alloc(ECItem(feature.key, feature.num_embeds), where)
+        self._load_started[feature.key] = time.time()
+        self._stats.count("ec_hits_total")
+
+    def _take_from_idle(self, request: Request) -> bool:
+        if not request.block_ids:
+            return False
+        taken = False
+        for other in self._idle():
+            if other is not request and other.held_items and not other.block_ids:
+                self.let_go(other)
+                taken = True
+        return taken

@@ -111,7 +111,7 @@ class GrpcServer:
             ("grpc.so_reuseport", 0),
         )
         #: Add servicers to this before `start`.
-        self.server: grpc.aio.Server = grpc.aio.server(options=options, interceptors=tuple(interceptors))
+        self.server: grpc.aio.Server = grpc.aio.server(options=options, interceptors=(RefuseMalformed(), *interceptors))
         self._health: Health | None = None
 
     async def start(self, service_names: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """`make demo`: a whole Triptych on loopback, one picture, one question, the answer and where its time went.
 
-Until the trained demo model is there, the model has random weights: its answer is noise, but it depends on every pixel and
-every token that went through the three services.
+Until the trained demo model is there, the model has random weights: its answer is noise, but it depends on every pixel
+and every token that went through the three services.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class _Run:
     """The state of one request."""
 
     __slots__ = (
-        "_decode_called", "_encoded_again", "_features", "_first_token_s", "_handle", "_images_by_key", "_job", "_lost_before", "_output",
-        "_owner", "_prefilled", "_send", "_shared", "_spans", "_start_s",
+        "_decode_called", "_encoded_again", "_features", "_first_token_s", "_handle", "_images_by_key", "_job",
+        "_lost_before", "_output", "_owner", "_prefilled", "_send", "_shared", "_spans", "_start_s",
     )  # fmt: skip
 
     def __init__(self, shared: Pipeline, job: Job, send: Send) -> None:

@@ -25,9 +25,7 @@ class Releases:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def give_up(
-        self, worker: Worker, request_id: str, kv: common_pb2.KvHandle | None, *, after_s: float = 0.0
-    ) -> None:
+    def give_up(self, worker: Worker, request_id: str, kv: common_pb2.KvHandle | None, *, after_s: float = 0.0) -> None:
         """Tell the prefill worker that made `kv`, or whose reply with the handle will not be read: then it is None, and
         whatever was handed over for `request_id` is meant. Returns at once; safe to call while being cancelled.
 

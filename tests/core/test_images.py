@@ -222,7 +222,7 @@ def test_a_directory_whose_tags_claim_the_same_bytes() -> None:
     tags = b"".join(struct.pack("<HHII", 40_000 + i, 7, size // 2, 100) for i in range(num_tags))
     data = b"II*\0" + struct.pack("<IH", 8, num_tags) + tags + bytes(4)
     # Pillow 13 passes over such tags by itself, earlier ones do as they are told.
-    with pytest.raises(InvalidRequestError, match="parts of the header overlap|not an image"):
+    with pytest.raises(InvalidRequestError, match=r"parts of the header overlap|not an image"):
         read_header(data + bytes(size))
 
 

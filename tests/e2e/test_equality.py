@@ -20,7 +20,7 @@ def expected(reference: Reference) -> dict[str, list[int]]:
 
 
 def test_the_measure_measures(expected: dict[str, list[int]], reference: Reference) -> None:
-    """Answers vary, and depend on which pictures there are and in which order: else equal tokens would prove nothing."""
+    """Answers vary, and depend on the pictures and their order; else equal tokens would prove nothing."""
     answers = [tuple(tokens) for tokens in expected.values()]
     assert len(set(answers)) == len(answers)
     assert all(len(set(answer)) >= 10 for answer in answers)

@@ -20,7 +20,9 @@ _BUDGET = 64
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "llava"])
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Reference]]:
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, Reference]]:
     folder = tmp_path_factory.mktemp(request.param)
     model: Path = make_checkpoint(folder / "model", family=request.param)
     args = ["--dtype=float32", f"--max-num-batched-tokens={_BUDGET}", "--max-model-len=2048"]

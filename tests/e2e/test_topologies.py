@@ -49,7 +49,9 @@ def test_all_in_one(tiny_model: Path, tmp_path: Path, reference: Reference) -> N
         assert router.wait_ready(time.monotonic() + _START_S), router.tail()
         with grpc.insecure_channel(router.grpc) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
-            answer = [t for r in stub.Generate(chat_request(conversation, max_tokens=16), timeout=60) for t in r.token_ids]
+            answer = [
+                t for r in stub.Generate(chat_request(conversation, max_tokens=16), timeout=60) for t in r.token_ids
+            ]
         assert answer == reference.generate(conversation, 16)
     finally:
         for child in (router, worker):

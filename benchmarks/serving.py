@@ -4,6 +4,8 @@ A random-weight Qwen3-VL of 270 million parameters in bf16, 448 x 448 pictures, 
 processes and answers over gRPC, its pictures never seen before; transformers runs in this process, preprocessing
 included. Only one of the two works at a time. Prints a table and, with `--json FILE`, writes the numbers.
 
+It drives services, so it needs grpc and all else that they do; measurements for a bare GPU machine must not import it.
+
     python -m benchmarks.serving [--rounds N] [--concurrency 1,8] [--json FILE]
 """
 

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 
-import msgspec
 from PIL import ExifTags, Image, ImageFile, TiffImagePlugin
 
 from core.errors import InvalidRequestError
+from core.struct import Struct
 
 #: What is read. Other formats that Pillow knows are rare, and each parser is a way in.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -108,7 +108,7 @@ class _File(BytesIO):
         return data
 
 
-class ImageHeader(msgspec.Struct, frozen=True):
+class ImageHeader(Struct, frozen=True):
     """Size as displayed, in pixels, the EXIF orientation applied; `format` is one of `FORMATS`."""
 
     width: int

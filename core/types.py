@@ -1,13 +1,13 @@
 """The vocabulary that all of Triptych shares: frozen values, no behaviour, no torch.
 
-`msgspec.Struct(array_like=True)` structs cross process boundaries as arrays, so fields are only ever appended.
+`Struct(array_like=True)` structs (msgspec's) cross process boundaries as arrays, so fields are only ever appended.
 """
 
 from __future__ import annotations
 
 import enum
 
-import msgspec
+from core.struct import Struct
 
 #: Name of the only modality so far; part of every item key.
 IMAGE = "image"
@@ -61,7 +61,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
 
 
-class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
+class SamplingParams(Struct, array_like=True, frozen=True):
     """How to choose tokens. Checked by `core.convert.sampling_from_proto`; the engine trusts it."""
 
     temperature: float = 1.0
@@ -79,7 +79,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
         return self.temperature == 0.0
 
 
-class Feature(msgspec.Struct, array_like=True, frozen=True):
+class Feature(Struct, array_like=True, frozen=True):
     """An image as every stage but the encoder sees it."""
 
     key: str  # 64 hexadecimal digits
@@ -89,7 +89,7 @@ class Feature(msgspec.Struct, array_like=True, frozen=True):
     modality: str = IMAGE
 
 
-class PlacedFeature(msgspec.Struct, array_like=True, frozen=True):
+class PlacedFeature(Struct, array_like=True, frozen=True):
     """A feature whose placeholder tokens stand at [offset, offset + num_embeds) of the expanded prompt."""
 
     feature: Feature
@@ -100,7 +100,7 @@ class PlacedFeature(msgspec.Struct, array_like=True, frozen=True):
         return self.offset + self.feature.num_embeds
 
 
-class Span(msgspec.Struct, array_like=True, frozen=True):
+class Span(Struct, array_like=True, frozen=True):
     """One stretch of a request's life, in seconds since the Unix epoch."""
 
     name: str
@@ -110,7 +110,7 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     note: str = ""
 
 
-class Usage(msgspec.Struct, array_like=True, frozen=True):
+class Usage(Struct, array_like=True, frozen=True):
     """Token counts of one request."""
 
     prompt_tokens: int = 0
@@ -119,7 +119,7 @@ class Usage(msgspec.Struct, array_like=True, frozen=True):
     image_tokens: int = 0
 
 
-class KVHandle(msgspec.Struct, array_like=True, frozen=True):
+class KVHandle(Struct, array_like=True, frozen=True):
     """Where pinned KV blocks lie. `params` belongs to the connector named and is opaque to everyone else."""
 
     connector: str

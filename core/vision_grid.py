@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from core.errors import ConfigError, InvalidRequestError
 from core.images import DECODE_VERSION
+from core.struct import Struct
 
 Grid = tuple[int, int, int]
 
@@ -24,7 +23,7 @@ Grid = tuple[int, int, int]
 MAX_ASPECT_RATIO = 200
 
 
-class VisionGrid(msgspec.Struct, frozen=True):
+class VisionGrid(Struct, frozen=True):
     """The resize rule of one checkpoint. Sides in pixels."""
 
     family: str

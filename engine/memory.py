@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-import psutil
 import torch
 
 from core.errors import ConfigError
+from core.struct import Struct
 
 _CPU_SHARE = 0.25
 #: The encoder buffer holds this many full steps of image tokens where memory allows.
@@ -23,14 +22,14 @@ _BUFFER_STEPS = 8
 _BUFFER_SHARE = 0.25
 
 
-class CacheSizes(msgspec.Struct, frozen=True):
+class CacheSizes(Struct, frozen=True):
     """Both sizes, in their own units."""
 
     num_blocks: int
     buffer_rows: int
 
 
-class CacheNeeds(msgspec.Struct, frozen=True):
+class CacheNeeds(Struct, frozen=True):
     """What the sizes depend on. Zero `block_bytes`: no KV cache."""
 
     block_bytes: int
@@ -48,6 +47,8 @@ def available_bytes(device: torch.device, utilization: float, profiled_bytes: in
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(max(0, free - total * (1 - utilization) - profiled_bytes))
+    import psutil  # a bare GPU machine does without
+
     free = min(psutil.virtual_memory().available, _cgroup_free())
     return int(max(0, (free - profiled_bytes) * min(utilization, _CPU_SHARE)))
 

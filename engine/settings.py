@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
+from core.struct import Struct
 
 
-class SchedulerSettings(msgspec.Struct, frozen=True):
+class SchedulerSettings(Struct, frozen=True):
     """Limits of one engine, all resolved."""
 
     max_model_len: int

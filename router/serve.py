@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 async def serve(settings: RouterSettings) -> None:
     """Run until SIGTERM or SIGINT, and print `ready router grpc=… http=…` once every stage serves.
 
+    Until then a log line says which workers cannot be reached or do not serve yet, health and `/ready` say not ready,
+    and requests end UNAVAILABLE with the name of the stage that is awaited.
+
     Raises ConfigError where a port cannot be had, IncompatibleError where two stages do not fit together.
     """
     metrics = RouterMetrics()

@@ -37,9 +37,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import torch
 
+from core.struct import Struct, field
 from core.types import ECRole
 
 
@@ -48,50 +48,50 @@ class ECSide(enum.StrEnum):
     WORKER = "worker"
 
 
-class ECItem(msgspec.Struct, array_like=True, frozen=True):
+class ECItem(Struct, array_like=True, frozen=True):
     """An item as the scheduler knows it before its bytes are there."""
 
     key: str  # 64 hexadecimal digits; the only name an item has
     num_embeds: int
 
 
-class BufferSlice(msgspec.Struct, array_like=True, frozen=True):
+class BufferSlice(Struct, array_like=True, frozen=True):
     """Rows [start, start + num_rows) of the encoder buffer."""
 
     start: int
     num_rows: int
 
 
-class ECLoad(msgspec.Struct, array_like=True, frozen=True):
+class ECLoad(Struct, array_like=True, frozen=True):
     """Order to load one item into one slice."""
 
     key: str
     where: BufferSlice
 
 
-class ECConnectorMetadata(msgspec.Struct, array_like=True):
+class ECConnectorMetadata(Struct, array_like=True):
     """One step's orders from the scheduler side to the worker side. A connector may use a subclass with more."""
 
-    loads: list[ECLoad] = []
+    loads: list[ECLoad] = field(default_factory=list)
 
 
-class ECConnectorOutput(msgspec.Struct, array_like=True):
+class ECConnectorOutput(Struct, array_like=True):
     """What the worker side reports after a step. Each key once; the mappings hold a reason fit for a log."""
 
-    finished_saving: list[str] = []
-    failed_saving: dict[str, str] = {}
-    finished_loading: list[str] = []
-    failed_loading: dict[str, str] = {}
+    finished_saving: list[str] = field(default_factory=list)
+    failed_saving: dict[str, str] = field(default_factory=dict)
+    finished_loading: list[str] = field(default_factory=list)
+    failed_loading: dict[str, str] = field(default_factory=dict)
     bytes_saved: int = 0
     bytes_loaded: int = 0
-    seconds_saving: list[float] = []  # one value per item in finished_saving
-    seconds_loading: list[float] = []  # one value per item in finished_loading
+    seconds_saving: list[float] = field(default_factory=list)  # one value per item in finished_saving
+    seconds_loading: list[float] = field(default_factory=list)  # one value per item in finished_loading
 
     def __bool__(self) -> bool:
         return bool(self.finished_saving or self.failed_saving or self.finished_loading or self.failed_loading)
 
 
-class ECConnectorConfig(msgspec.Struct, frozen=True):
+class ECConnectorConfig(Struct, frozen=True):
     """All that a connector is told. `extra` is the operator's `--ec-connector-extra-config`.
 
     `notify` may be called from any thread, at any time, at no cost worth counting: it wakes an engine that has nothing

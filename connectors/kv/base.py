@@ -23,9 +23,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import torch
 
+from core.struct import Struct, field
 from core.types import KVHandle, KVRole
 
 
@@ -34,7 +34,7 @@ class KVSide(enum.StrEnum):
     WORKER = "worker"
 
 
-class KVLayout(msgspec.Struct, frozen=True):
+class KVLayout(Struct, frozen=True):
     """The shape of one KV block, and whose it is. Two engines exchange blocks only where all of it is equal."""
 
     version: int
@@ -54,7 +54,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return " ".join(f"{name}={getattr(self, name)}" for name in self.__struct_fields__)
 
 
-class KVPull(msgspec.Struct, array_like=True, frozen=True):
+class KVPull(Struct, array_like=True, frozen=True):
     """Order to pull a request's blocks: remote block i of the handle goes to local block `block_ids[i]`."""
 
     request_id: str
@@ -62,7 +62,7 @@ class KVPull(msgspec.Struct, array_like=True, frozen=True):
     block_ids: list[int]
 
 
-class KVLease(msgspec.Struct, array_like=True, frozen=True):
+class KVLease(Struct, array_like=True, frozen=True):
     """Order to serve blocks to whoever holds the handle, until acknowledged, released or expired."""
 
     request_id: str
@@ -71,30 +71,32 @@ class KVLease(msgspec.Struct, array_like=True, frozen=True):
     token: str = ""  # a connector's own proof that a consumer holds the handle
 
 
-class KVConnectorMetadata(msgspec.Struct, array_like=True):
+class KVConnectorMetadata(Struct, array_like=True):
     """One step's orders from the scheduler side to the worker side."""
 
-    pulls: list[KVPull] = []
-    leases: list[KVLease] = []
-    cancels: list[str] = []  # request ids whose pull is not wanted any more
-    releases: list[str] = []  # request ids whose lease the router gave up
+    pulls: list[KVPull] = field(default_factory=list)
+    leases: list[KVLease] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)  # request ids whose pull is not wanted any more
+    releases: list[str] = field(default_factory=list)  # request ids whose lease the router gave up
 
 
-class KVConnectorOutput(msgspec.Struct, array_like=True):
+class KVConnectorOutput(Struct, array_like=True):
     """What the worker side reports after a step. Each request id once per order."""
 
-    finished_sending: list[str] = []  # the lease ended; free the blocks
-    expired_sending: list[str] = []  # the part of finished_sending that nobody pulled or released in time
-    finished_recving: list[str] = []
-    failed_recving: dict[str, str] = {}  # request id -> reason; cancelled pulls too
+    finished_sending: list[str] = field(default_factory=list)  # the lease ended; free the blocks
+    expired_sending: list[str] = field(
+        default_factory=list
+    )  # the part of the former that nobody pulled or released in time
+    finished_recving: list[str] = field(default_factory=list)
+    failed_recving: dict[str, str] = field(default_factory=dict)  # request id -> reason; cancelled pulls too
     bytes_received: int = 0
-    seconds_receiving: list[float] = []  # one value per request in finished_recving
+    seconds_receiving: list[float] = field(default_factory=list)  # one value per request in finished_recving
 
     def __bool__(self) -> bool:
         return bool(self.finished_sending or self.finished_recving or self.failed_recving)
 
 
-class KVConnectorConfig(msgspec.Struct, frozen=True):
+class KVConnectorConfig(Struct, frozen=True):
     """All that a connector is told. `extra` is the operator's `--kv-connector-extra-config`; `notify` as for EC.
 
     `instance` names this engine's life: the scheduler side writes it and `address` into handles.

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -174,31 +173,56 @@ def weights_digest(model_dir: Path, files: list[Path], cache_dir: Path | None = 
     """BLAKE3 over the configuration and every weight file, 64 hexadecimal digits.
 
     A file's digest is remembered beside its size and time of change, so that a start does not read a large checkpoint
-    twice. The memory is a hint: where it cannot be read or written, the digest is computed.
+    twice. The memory is a hint: where it cannot be read or written, or has no place, the digest is computed.
     """
+    from blake3 import blake3  # a machine that only runs models has none
+
     hasher = blake3((model_dir / "config.json").read_bytes())
-    cache_dir = cache_dir or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "triptych" / "digests"
+    cache_dir = cache_dir or _default_cache_dir()
     for file in files:
         hasher.update(file.name.encode() + b"\0" + _file_digest(file, cache_dir).encode())
     return hasher.hexdigest()
 
 
-def _file_digest(file: Path, cache_dir: Path) -> str:
+def _default_cache_dir() -> Path | None:
+    """Within the user's cache folder; None for a user without one. As XDG has it, a relative path counts as unset."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not root.is_absolute():
+        try:
+            root = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return root / "triptych" / "digests" if root.is_absolute() else None
+
+
+def _file_digest(file: Path, cache_dir: Path | None) -> str:
+    from blake3 import blake3
+
     stat = file.stat()
-    entry = cache_dir / f"{blake3(str(file.resolve()).encode()).hexdigest()}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        known = json.loads(entry.read_bytes())
-        if (known["size_bytes"], known["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns):
-            return str(known["digest"])
+    entry = None if cache_dir is None else cache_dir / f"{blake3(str(file.resolve()).encode()).hexdigest()}.json"
+    if entry is not None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            known = json.loads(entry.read_bytes())
+            if (known["size_bytes"], known["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns):
+                return str(known["digest"])
     hasher = blake3(max_threads=blake3.AUTO)
     hasher.update_mmap(file)
     digest = hasher.hexdigest()
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache_dir, delete=False) as aside:
-            remembered = {"size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "digest": digest}
-            aside.write(json.dumps(remembered).encode())
-        os.replace(aside.name, entry)
-    except OSError as error:
-        logger.warning("the digest of %s is not remembered: %s", file.name, error.strerror)
+    if entry is not None:
+        try:
+            _remember(entry, {"size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "digest": digest})
+        except OSError as error:
+            logger.warning("the digest of %s is not remembered: %s", file.name, error.strerror)
     return digest
+
+
+def _remember(entry: Path, known: dict[str, int | str]) -> None:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    aside = tempfile.NamedTemporaryFile(dir=entry.parent, delete=False)  # noqa: SIM115 - closed below
+    try:
+        with aside:
+            aside.write(json.dumps(known).encode())
+        os.replace(aside.name, entry)
+    except BaseException:
+        Path(aside.name).unlink(missing_ok=True)
+        raise

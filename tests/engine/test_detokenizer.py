@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from demo.checkpoint_families import train_qwen_tokenizer
+from demo.checkpoint_families import FAMILIES, PRESETS, train_qwen_tokenizer
 from engine.detokenizer import IncrementalDetokenizer
 
 EMOJI = "🦜🏴‍☠️ żółw 龍"  # none of it is in the tokenizer's corpus
@@ -46,6 +46,11 @@ def _sentence_piece() -> Tokenizer:
     return tokenizer
 
 
+@functools.cache
+def _of_family(family: str) -> Tokenizer:
+    return FAMILIES[family].train_tokenizer(PRESETS["tiny"].tokenizer_size)
+
+
 def _pieces(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip: bool) -> list[str]:
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
     edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
@@ -72,6 +77,106 @@ def test_another_worker_continues_where_the_first_stopped(ids: list[int], first:
         worker = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, prior_token_ids=ids[:start])
         text += worker.push(ids[start:end])
     assert text + worker.finish() == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@functools.cache
+def _fragments(family: str) -> list[list[int]]:
+    """Of that family's own vocabulary: words, spaces, special tokens, characters spelled in bytes, parts of them."""
+    tokenizer = _of_family(family)
+    texts = ["a", " ", "  b", "harbour", "ä", "\ufffd", "👩", "龍", "\u0416", "\n", " 🦜 x"]
+    wholes = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    spelled = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in (0x20, 0x41, 0x80, 0xC3, 0xE2, 0xED, 0xF0, 0xFF))
+    alone = ["▁", "▁a", "<s>", "<unk>", "<image>", "<|im_end|>", "<think>"]
+    singles = [*spelled, *(tokenizer.token_to_id(token) for token in alone), tokenizer.get_vocab_size() + 7]
+    return [
+        *wholes,
+        *(ids[:-1] for ids in wholes if len(ids) > 1),
+        *(ids[1:] for ids in wholes if len(ids) > 1),
+        *([number] for number in singles if number is not None),
+    ]
+
+
+def _longest_run(tokenizer: Tokenizer, ids: list[int]) -> int:
+    tokens = [tokenizer.id_to_token(number) or "" for number in ids]
+    runs = itertools.groupby(tokens, lambda token: token.startswith("<0x"))
+    return max((len(list(run)) for is_bytes, run in runs if is_bytes), default=0)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@settings(max_examples=250, deadline=None)
+@given(st.data())
+def test_pieces_join_to_the_whole_for_every_family(family: str, data: st.DataObject) -> None:
+    tokenizer = _of_family(family)
+    parts = data.draw(st.lists(st.sampled_from(_fragments(family)), max_size=12))
+    ids = [number for part in parts for number in part]
+    assert _longest_run(tokenizer, ids) <= 64
+    skip = data.draw(st.booleans())
+    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=4))
+    assert "".join(_pieces(tokenizer, ids, cuts, skip)) == whole
+    edges = [0, *sorted(cuts), len(ids)]
+    text = ""
+    for start, end in itertools.pairwise(edges):  # each stretch by a worker of its own
+        worker = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, prior_token_ids=ids[:start])
+        text += worker.push(ids[start:end])
+    assert text + worker.finish() == whole
+
+
+def _spelled(text: bytes) -> list[int]:
+    ids = [_of_family("llava").token_to_id(f"<0x{byte:02X}>") for byte in text]
+    assert None not in ids
+    return ids
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.text(alphabet="a龍🎉 ", max_size=60), st.binary(max_size=3))
+def test_a_long_run_of_bytes_shows_what_is_whole(text: str, broken: bytes) -> None:
+    """Given out before the end of the run is known, so what comes then must not change it."""
+    tokenizer = _of_family("llava")
+    run = text.encode() + broken
+    ids = [*_spelled(run), tokenizer.token_to_id("▁the")]
+    joined = "".join(_pieces(tokenizer, ids, list(range(len(ids))), True))
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    try:
+        run.decode()
+    except UnicodeDecodeError as error:
+        # The exception: whole characters at first, then one U+FFFD for each byte.
+        shown = run[: error.start].decode().removeprefix(" ")
+        expected = shown + "\ufffd" * (len(run) - error.start) + " the"
+    else:
+        expected = whole
+    if len(run) <= 64:
+        assert joined == whole
+    elif len(run) - len(broken) > 64:
+        assert joined == expected
+    else:
+        assert joined in (whole, expected)
+
+
+def test_a_script_spelled_in_bytes_streams_within_a_bound() -> None:
+    tokenizer = _of_family("llava")
+    text = "龍" * 100
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=True)
+    given_out, most_held = 0, 0
+    for number, token_id in enumerate(_spelled(text.encode()), start=1):
+        given_out += len(detokenizer.push([token_id]).encode())
+        most_held = max(most_held, number - given_out)
+    assert most_held == 64
+    assert given_out == 300
+
+
+def test_a_wrong_run_of_bytes_is_replaced_as_a_whole_and_at_once() -> None:
+    """As the tokenizer does it: what was whole in the run goes too."""
+    detokenizer = IncrementalDetokenizer(_of_family("llava"), skip_special_tokens=True)
+    assert [detokenizer.push([token_id]) for token_id in _spelled(b"ok\xffab")] == [
+        "",
+        "",
+        "\ufffd" * 3,
+        "\ufffd",
+        "\ufffd",
+    ]
+    assert detokenizer.push([_of_family("llava").token_to_id("▁a")]) == " a"
+    assert detokenizer.finish() == ""
 
 
 @pytest.mark.parametrize("make", [_byte_level, _sentence_piece])

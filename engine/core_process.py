@@ -102,14 +102,14 @@ class CoreProcess:
         """Take every message that is there; wait for one while there is nothing to do. False: shut down."""
         core = self._core
         while True:
-            if core.scheduler.can_step:
+            if not core.has_work:
+                timeout_ms = -1
+            elif core.scheduler.can_step:
                 timeout_ms = 0
             elif core.scheduler.has_work:
                 timeout_ms = _IDLE_POLL_MS
-            elif core.has_work:
-                timeout_ms = _LEASE_POLL_MS
             else:
-                timeout_ms = -1
+                timeout_ms = _LEASE_POLL_MS
             ready = dict(self._poller.poll(timeout_ms))
             self._wakeup.clear()
             told = self._input in ready

@@ -124,14 +124,15 @@ class ModelRunner:
         """Make the KV cache and the encoder buffer. Nothing that is served is allocated after this."""
         adapter = self.adapter
         self.kv_cache = self._new_kv_cache(sizes.num_blocks)
-        self.encoder_buffer = torch.zeros(
+        self.encoder_buffer = torch.empty(
             sizes.buffer_rows, adapter.embed_width, dtype=adapter.dtype, device=self.device
         )
 
     def _new_kv_cache(self, num_blocks: int) -> torch.Tensor:
         adapter = self.adapter
         shape = (num_blocks, adapter.num_layers, 2, self.block_size, adapter.num_kv_heads, adapter.head_dim)
-        return torch.zeros(shape, dtype=adapter.dtype, device=self.device)
+        # Not zeros: on a CPU, pages that no request has reached take no memory. The kernels never read an unwritten row.
+        return torch.empty(shape, dtype=adapter.dtype, device=self.device)
 
     def attach(self, ec: ECConnectorBase, kv: KVConnectorBase | None) -> None:
         """Give the connectors their memory."""

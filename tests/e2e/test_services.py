@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from cli.cluster import LocalCluster
@@ -76,6 +78,21 @@ def test_the_timeline_names_every_stage(cluster: Cluster) -> None:
     for name in ("encode", "ec_save", "ec_load", "prefill", "kv_transfer", "decode"):
         assert spans[name].end_s >= spans[name].start_s > 0, name
     assert spans["encode"].start_s <= spans["prefill"].start_s <= spans["decode"].start_s
+
+
+def test_an_idle_cluster_takes_no_processor_time(cluster: Cluster) -> None:
+    """A loop that never waits would answer every other test as well."""
+    cluster.tokens(CONVERSATIONS["one image"], max_tokens=4)
+    cluster.wait_empty()
+    engines = [psutil.Process(cluster.info(stage).engine_pid) for stage in ("encoder", "prefill", "decode")]
+    processes = engines + [psutil.Process(pid) for pid in cluster.local.pids.values()]
+
+    def used_s() -> list[float]:
+        return [process.cpu_times().user + process.cpu_times().system for process in processes]
+
+    before = used_s()
+    time.sleep(1.0)  # what is measured is a stretch of time in which nothing happens
+    assert max(after - earlier for after, earlier in zip(used_s(), before, strict=True)) < 0.5
 
 
 def test_the_first_token_comes_before_decode(cluster: Cluster) -> None:

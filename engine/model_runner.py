@@ -131,7 +131,7 @@ class ModelRunner:
     def _new_kv_cache(self, num_blocks: int) -> torch.Tensor:
         adapter = self.adapter
         shape = (num_blocks, adapter.num_layers, 2, self.block_size, adapter.num_kv_heads, adapter.head_dim)
-        # Not zeros: on a CPU, pages that no request has reached take no memory. The kernels never read an unwritten row.
+        # Not zeros: on a CPU, pages that no request has reached take no memory. Nobody reads an unwritten row.
         return torch.empty(shape, dtype=adapter.dtype, device=self.device)
 
     def attach(self, ec: ECConnectorBase, kv: KVConnectorBase | None) -> None:

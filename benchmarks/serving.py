@@ -4,7 +4,7 @@ A random-weight Qwen3-VL of 270 million parameters in bf16, 448 x 448 pictures, 
 processes and answers over gRPC, its pictures never seen before; transformers runs in this process, preprocessing
 included. Only one of the two works at a time. Prints a table and, with `--json FILE`, writes the numbers.
 
-It drives services, so it needs grpc and all else that they do; measurements for a bare GPU machine must not import it.
+It drives services, so running it needs grpc and all else that they do; it is imported without.
 
     python -m benchmarks.serving [--rounds N] [--concurrency 1,8] [--json FILE]
 """
@@ -23,15 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-import grpc
 import torch
 from PIL import Image
 
-from cli.client import image_request
-from cli.cluster import LocalCluster
-from core.server import CHANNEL_OPTIONS
 from demo.random_checkpoint import make_checkpoint
-from protos import common_pb2, router_pb2_grpc
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SIDE = 448
@@ -63,6 +58,12 @@ class Triptych:
     """Requests to a router."""
 
     def __init__(self, router: str) -> None:
+        # Here, so that the module can be imported where there is no grpc.
+        import grpc
+
+        from core.server import CHANNEL_OPTIONS
+        from protos import router_pb2_grpc
+
         self._channel = grpc.insecure_channel(router, options=CHANNEL_OPTIONS)
         self._stub = router_pb2_grpc.RouterStub(self._channel)
 
@@ -73,6 +74,9 @@ class Triptych:
         return Measured(ttft_s, time.perf_counter() - start_s, len(files))
 
     def _one(self, file: bytes, start_s: float) -> float:
+        from cli.client import image_request
+        from protos import common_pb2
+
         sampling = common_pb2.SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True)
         first_s, num_tokens = 0.0, 0
         for response in self._stub.Generate(image_request(_PROMPT, [file], sampling), timeout=_TIMEOUT_S):
@@ -131,6 +135,8 @@ class Transformers:
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the numbers here.")
 def main(rounds: int, concurrency: str, json_file: Path | None) -> None:
     """Triptych beside transformers.generate, same model, same run."""
+    from cli.cluster import LocalCluster
+
     model = _ROOT / ".cache" / "bench-model"
     if not (model / "config.json").is_file():
         model.parent.mkdir(exist_ok=True)

@@ -32,10 +32,10 @@ _STOP_TIMEOUT_S = 10.0
 #: said nothing.
 _LAST_WORDS_S = 2.0
 _KILLED_S = 0.2
-#: OpenMP threads spin between two parallel regions. As long as the default says, they take the cores from the other
-#: stages on the same machine (a request over four processes on two cores took thirty times as long); not at all, and a
-#: decode step alone takes a third longer. This is some tens of microseconds. The environment may say otherwise.
-_SPIN_COUNT = "20000"
+#: OpenMP threads spin between two parallel regions. As long as the default says, they take the cores from other stages
+#: on the same machine. Measured over four processes on two cores (benchmarks/serving.py, one request and eight at once,
+#: tokens/s): 20000 turns 32 and 47, 1000 turns 30 and 66, 200 turns 28 and 66. The environment may say otherwise.
+_SPIN_COUNT = "1000"
 T = TypeVar("T")
 _ROOT = Path(__file__).resolve().parent.parent
 

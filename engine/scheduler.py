@@ -12,6 +12,9 @@ caller (`missing`), and the request ends.
 
 Holding things cannot deadlock: a request holds at most the item that it needs next and KV blocks. Blocks of parked and
 running requests can be taken (preemption: recompute later), and items that only waiting requests hold can be taken too.
+
+More than 400 lines, since the phases, preemption and the ends of requests work on the same four collections; what
+touches only the encoder buffer is in `item_gate.py`, images to encode are in `encode_queue.py`.
 """
 
 from __future__ import annotations

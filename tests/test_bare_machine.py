@@ -48,7 +48,7 @@ HIDE = """
 
 IMPORT = """
     import importlib, pkgutil
-    import benchmarks, engine.models, kernels
+    import benchmarks.serving, engine.models, kernels
 
     names = ["connectors.ec.base", "connectors.kv.base", "demo.random_checkpoint", "core.images", "core.vision_grid"]
     names += [f"engine.{name}" for name in (

@@ -2,39 +2,58 @@
 
 One class has two sides, as in vLLM's `ECConnectorBase`, and an engine makes one instance for each: the *scheduler side*
 decides what is loaded, the *worker side* moves the bytes. In a single process both exist beside each other and share
-nothing but the store.
+nothing but the store. The order of calls:
+
+    start            __init__ of both sides; register_caches and handshake (worker), set_handshake (scheduler)
+    a request        add_item_source, ensure_cache_available, has_cache_item until it answers;
+                     update_state_after_alloc where it said True; request_finished at its end
+    a step           build_connector_meta ▶ bind_connector_metadata ▶ start_load_caches ▶ (forward pass) ▶ save_caches
+                     ▶ get_finished ▶ clear_connector_metadata ▶ update_connector_output; item_source for what was saved
+    the end          close of both sides, at any moment, also in the middle of loads and saves
 
     scheduler side (the engine's step thread; must never block, must never do I/O)
         has_cache_item              is this item in the store?  from memory: True, False, or None while looking
+        ensure_cache_available      these items will be asked for soon
+        add_item_source             where a producer says the item can be had
+        item_source                 … and what a producer says of one that it saved
         update_state_after_alloc    room for this item exists in the buffer now: load it
         build_connector_meta        what the worker side is to do this step
         update_connector_output     what the worker side reported
         request_finished            a request ended, however it ended
     worker side (the model runner's thread; starts work and returns)
         register_caches             here is the preallocated device buffer
+        handshake                   what the scheduler side must know of the worker side
         bind_connector_metadata     this step's orders
         start_load_caches           begin the loads ordered, on threads of the connector's own
         save_caches                 begin to store one item
         get_finished                what has been stored, loaded, or has failed since the last call
         clear_connector_metadata    the step is over
     both
+        take_counters               what happened that an operator would like to know
         close                       stop threads, free everything; a second call does nothing
 
-Failure is data. A connector raises only `core.errors.ConfigError`, from its constructor. An item that is absent, cut
-short, corrupt, of another version or another namespace, and a store that is down, all end as a key in `failed_loading`
-or `failed_saving` with a reason; the engine has the item made again. It is never a wrong tensor.
+Failure is data. A connector raises only `core.errors.ConfigError`, from its constructor, and only for what the operator
+wrote: a store that is down at the start is down, not misconfigured. An item that is absent, cut short, corrupt, of
+another version or another namespace, and a store that is down, slow or full, all end as a key in `failed_loading` or
+`failed_saving` with a reason; the engine has the item made again. It is never a wrong tensor, and never silence: every
+order is reported within a time limit that the connector's options set.
 
 Ownership. The buffer slice named in an order belongs to the connector from `start_load_caches` until the key shows up
-in `finished_loading` or `failed_loading`; the engine neither reads nor reuses it before. The tensor given to
-`save_caches` may be read by the connector until the key shows up in `finished_saving` or `failed_saving`; the engine
-does not write to it before. Every key that was ordered or saved is reported exactly once.
+in `finished_loading` or `failed_loading`; the engine neither reads nor reuses it before, the connector never writes to
+it afterwards. The tensor given to `save_caches` may be read by the connector until the key shows up in
+`finished_saving` or `failed_saving`; the engine does not write to it before, and what is read of it later must not
+become visible to readers. Every key that was ordered or saved is reported exactly once. Two orders for one key are
+never under way at once.
+
+A connector over a store that blocks needs none of this by itself: `ECStoreConnector` (store_connector.py) has the
+threads, limits and reports, and asks for three methods.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,9 +105,29 @@ class ECConnectorOutput(Struct, array_like=True):
     bytes_loaded: int = 0
     seconds_saving: list[float] = field(default_factory=list)  # one value per item in finished_saving
     seconds_loading: list[float] = field(default_factory=list)  # one value per item in finished_loading
+    counters: dict[str, int] = field(default_factory=dict)  # the worker side's `take_counters`, filled in by the engine
+    worker_metadata: bytes = b""  # a connector's own message to its scheduler side; the engine does not look inside
 
     def __bool__(self) -> bool:
-        return bool(self.finished_saving or self.failed_saving or self.finished_loading or self.failed_loading)
+        return bool(
+            self.finished_saving
+            or self.failed_saving
+            or self.finished_loading
+            or self.failed_loading
+            or self.counters
+            or self.worker_metadata
+        )
+
+
+#: What `take_counters` may name. Each is a metric, `triptych:ec_store_<name>_total`.
+EC_COUNTERS = (
+    "evictions",  # items removed for room or age
+    "lookup_failures",  # look-ups that the store did not answer
+    "breaker_opens",  # times that the store was left alone because it kept failing
+    "tier_failures",  # saves or loads that one tier failed at and another one made good
+)
+#: Longest `item_source`, in characters. It travels with the request.
+MAX_SOURCE_CHARS = 1024
 
 
 class ECConnectorConfig(Struct, frozen=True):
@@ -126,6 +165,25 @@ class ECConnectorBase(ABC):
         remembered for a moment and is then looked up again.
         """
 
+    def ensure_cache_available(self, keys: Sequence[str]) -> bool:
+        """A request came that will ask for these items: begin whatever brings them near, a look-up at least. Whether
+        all of them are known to be there already. Never waits."""
+        answers = [self.has_cache_item(key) for key in keys]
+        return all(answers)
+
+    def item_source(self, key: str) -> str:
+        """Producer: where a consumer can have an item that was just saved, for connectors whose items are not equally
+        near to everybody. At most MAX_SOURCE_CHARS printable characters; "" where the key is enough. The router carries
+        it to the consumers; clients never see it and cannot set it."""
+        return ""
+
+    def add_item_source(self, key: str, source: str) -> None:  # noqa: B027 - optional hook
+        """Consumer: what the producer's `item_source` said. Called before anything else is asked about the key, perhaps
+        again with another source after the item was made anew. To be checked: it came over the network."""
+
+    def set_handshake(self, handshake: str) -> None:  # noqa: B027 - optional hook
+        """Take the worker side's `handshake()`, once, before the first request."""
+
     def update_state_after_alloc(self, item: ECItem, where: BufferSlice) -> None:
         """Room was allocated; order the load. Called only after `has_cache_item` returned True."""
         self._pending_loads.append(ECLoad(item.key, where))
@@ -146,6 +204,11 @@ class ECConnectorBase(ABC):
     def register_caches(self, buffer: torch.Tensor) -> None:
         """Take the device buffer, `[num_rows, width]` of `config.dtype`, contiguous, for the life of the connector."""
         self._buffer = buffer
+
+    def handshake(self) -> str:
+        """After `register_caches`: what the scheduler side must know, such as an address. The two sides may be in two
+        processes, so the engine carries it across."""
+        return ""
 
     def bind_connector_metadata(self, metadata: ECConnectorMetadata) -> None:
         """Take this step's orders."""
@@ -171,6 +234,10 @@ class ECConnectorBase(ABC):
         self._metadata = None
 
     # ---- both ----
+
+    def take_counters(self) -> Mapping[str, int]:
+        """What happened on this side since the last call, by the names in EC_COUNTERS. The side's own thread."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

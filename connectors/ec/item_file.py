@@ -4,8 +4,8 @@
     header    JSON: "__metadata__" (format version, namespace, key, shape, dtype, XXH3-128 of the payload), "embeds"
     payload   [num_embeds, width], row-major
 
-Reading has its own parser because the library's hands out tensors of its own: here the payload is read once, into the
-slice where it is wanted, and the checksum is taken over what then stands there.
+Reading has its own parser because the library's hands out tensors of its own: here the payload goes to the slice where
+it is wanted, chunk by chunk, and each chunk is added to the checksum while it is still in the core's cache.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from connectors.ec.store import CHUNK_BYTES, ItemError, LoadTarget, bytes_of
+
 FORMAT_VERSION = "1"
 _MAX_HEADER_BYTES = 64 * 1024
-_CHUNK_BYTES = 1 << 20
 
 #: dtypes that an item may have, and safetensors' names of them.
-DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
-
-
-class ItemError(Exception):
-    """An item cannot be used. `damaged`: it never will be, by anyone, so it had better be removed."""
-
-    def __init__(self, reason: str, *, damaged: bool = False) -> None:
-        super().__init__(reason)
-        self.damaged = damaged
+DTYPES = {
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 
 
 class _Embeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,11 +59,6 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _HEADER_DECODER = msgspec.json.Decoder(_Header)
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor as flat bytes; no copy. (NumPy has no bfloat16, but it has bytes.)"""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
-
-
 def write_item_file(path: Path, embeds: torch.Tensor, namespace: str, key: str) -> None:
     """Write `embeds`, `[num_embeds, width]`, contiguous, in host memory. Raises OSError and safetensors' own errors."""
     metadata = {
@@ -85,21 +79,25 @@ def write_item_file(path: Path, embeds: torch.Tensor, namespace: str, key: str) 
         raise OSError(int(system[1]), os.strerror(int(system[1]))) from None
 
 
-def read_item_file(path: Path, into: torch.Tensor, namespace: str, key: str) -> None:
-    """Fill `into`, `[num_embeds, width]`, contiguous, in host memory. Raises ItemError and OSError; what `into` holds
-    then is undefined."""
+def read_item_file(path: Path, target: LoadTarget, namespace: str, key: str) -> None:
+    """Fill `target`. Raises ItemError, OSError, and AbandonedError once the time limit is over."""
     with open(path, "rb", buffering=0) as file:
         header = _read_header(file, namespace, key)
-        expected = (FORMAT_VERSION, DTYPES[into.dtype], tuple(into.shape))
-        actual = (header.metadata.format_version, header.embeds.dtype, header.embeds.shape)
-        for what, ours, theirs in zip(("format version", "dtype", "shape"), expected, actual, strict=True):
+        expected = (DTYPES[target.dtype], target.shape)
+        actual = (header.embeds.dtype, header.embeds.shape)
+        for what, ours, theirs in zip(("dtype", "shape"), expected, actual, strict=True):
             if ours != theirs:
                 raise ItemError(f"{what} of the item is {theirs}, not {ours}")
-        payload = bytes_of(into)
-        if payload.nbytes != header.embeds.data_offsets[1]:
+        if target.num_bytes != header.embeds.data_offsets[1]:
             raise ItemError("header of the item contradicts itself", damaged=True)
-        _read_exactly(file, payload)
-        if xxhash.xxh3_128_hexdigest(payload) != header.metadata.xxh3_128:
+        checksum = xxhash.xxh3_128()
+        staging = memoryview(bytearray(min(CHUNK_BYTES, target.num_bytes)))
+        for offset in range(0, target.num_bytes, CHUNK_BYTES):
+            chunk = staging[: min(CHUNK_BYTES, target.num_bytes - offset)]
+            _read_exactly(file, chunk)
+            checksum.update(chunk)
+            target.write(chunk, offset)
+        if checksum.hexdigest() != header.metadata.xxh3_128:
             raise ItemError("checksum of the item does not match", damaged=True)
 
 
@@ -108,7 +106,7 @@ def check_item_file(path: Path, namespace: str, key: str) -> None:
     with open(path, "rb", buffering=0) as file:
         header = _read_header(file, namespace, key)
         checksum = xxhash.xxh3_128()
-        while chunk := file.read(_CHUNK_BYTES):
+        while chunk := file.read(CHUNK_BYTES):
             checksum.update(chunk)
         if checksum.hexdigest() != header.metadata.xxh3_128:
             raise ItemError("checksum of the item does not match", damaged=True)

@@ -29,7 +29,8 @@ class LookupTable:
 
     `probe(keys)` runs on the table's thread and says for each key whether the item is there; an exception means that
     none is. The two `ttl_s`: how long an answer is believed, counted from the first time it was given; infinity means
-    until `forget`.
+    until `forget`. A probe that takes longer than `timeout_s` is a store that hangs: until it returns every question
+    that memory does not answer is answered False, and `on_timeout` is called, once a probe.
     """
 
     def __init__(
@@ -39,12 +40,18 @@ class LookupTable:
         *,
         positive_ttl_s: float,
         negative_ttl_s: float,
+        timeout_s: float,
+        on_timeout: Callable[[], None],
         max_entries: int = 100_000,
     ) -> None:
         self._probe = probe
         self._notify = notify
         self._ttl_s = {True: positive_ttl_s, False: negative_ttl_s}
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
         self._max_entries = max_entries
+        self._probing_since_s: float | None = None
+        self._is_timed_out = False
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
         self._under_way: set[str] = set()
         self._questions: list[str] = []
@@ -64,6 +71,11 @@ class LookupTable:
                     answer.valid_until_s = now_s + self._ttl_s[answer.found]
                 self._answers.move_to_end(key)
                 return answer.found
+            if self._probing_since_s is not None and now_s - self._probing_since_s > self._timeout_s:
+                if not self._is_timed_out:
+                    self._is_timed_out = True
+                    self._on_timeout()
+                return False
             if key not in self._under_way and len(self._under_way) < self._max_entries and not self._closed:
                 self._under_way.add(key)
                 self._questions.append(key)
@@ -100,6 +112,7 @@ class LookupTable:
                 if self._closed:
                     return
                 keys, self._questions = self._questions, []
+                self._probing_since_s = time.monotonic()
             try:
                 found = self._probe(keys)
             except Exception:
@@ -107,6 +120,8 @@ class LookupTable:
                 found = [False] * len(keys)
             now_s = time.monotonic()
             with self._changed:
+                self._probing_since_s = None
+                self._is_timed_out = False
                 for key, there in zip(keys, found, strict=True):
                     self._under_way.discard(key)
                     self._remember(key, there, now_s)

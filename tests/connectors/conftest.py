@@ -8,9 +8,9 @@ from typing import TypeVar
 import pytest
 import torch
 
-from tests.connectors.support import ECPair, KVPair, connector_threads
+from tests.connectors.support import ECSides, KVPair, connector_threads
 
-Pair = TypeVar("Pair", ECPair, KVPair)
+Pair = TypeVar("Pair", bound=ECSides | KVPair)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -21,7 +21,7 @@ def _one_torch_thread() -> None:
 @pytest.fixture
 def closing() -> Iterator[Callable[[Pair], Pair]]:
     """Hands a pair through and closes it, twice, after the test."""
-    pairs: list[ECPair | KVPair] = []
+    pairs: list[ECSides | KVPair] = []
 
     def keep(pair: Pair) -> Pair:
         pairs.append(pair)

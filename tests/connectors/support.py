@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from connectors.ec.base import BufferSlice, ECConnectorConfig, ECConnectorOutput, ECItem, ECSide
+from connectors.ec.base import BufferSlice, ECConnectorBase, ECConnectorConfig, ECConnectorOutput, ECItem, ECSide
 from connectors.ec.shared_storage import ECSharedStorageConnector
 from connectors.kv.base import KVConnectorConfig, KVConnectorOutput, KVLayout, KVSide
 from connectors.kv.peer import KVPeerConnector
@@ -20,6 +20,9 @@ from core.types import ECRole, KVHandle, KVRole
 NAMESPACE = "0123456789abcdef" * 4
 DEADLINE_S = 10.0
 LAYOUT = KVLayout(version=1, model="m" * 64, dtype="float32", num_layers=2, block_size=4, num_kv_heads=2, head_dim=8)
+
+
+_SIDES = ("dtype", "width", "num_rows", "namespace", "device")  # of ECSides; the rest is extra config
 
 
 def key(n: int) -> str:
@@ -63,12 +66,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-class ECPair:
-    """Both sides of an ECSharedStorageConnector, driven as an engine drives them."""
+class ECSides:
+    """Both sides of an EC connector, driven as an engine drives them."""
 
     def __init__(
         self,
-        root: Path,
+        cls: type[ECConnectorBase],
+        extra: Mapping[str, Any],
         role: ECRole = ECRole.BOTH,
         *,
         dtype: torch.dtype = torch.float32,
@@ -76,16 +80,14 @@ class ECPair:
         num_rows: int = 32,
         namespace: str = NAMESPACE,
         device: str = "cpu",
-        **extra: Any,
     ) -> None:
         self.bell = Bell()
-        config = ECConnectorConfig(
-            role, namespace, dtype, width, {"shared_storage_path": str(root), **extra}, self.bell
-        )
-        self.scheduler = ECSharedStorageConnector(config, ECSide.SCHEDULER)
-        self.worker = ECSharedStorageConnector(config, ECSide.WORKER)
+        config = ECConnectorConfig(role, namespace, dtype, width, extra, self.bell)
+        self.scheduler = cls(config, ECSide.SCHEDULER)
+        self.worker = cls(config, ECSide.WORKER)
         self.buffer = torch.zeros(num_rows, width, dtype=dtype, device=device)
         self.worker.register_caches(self.buffer)
+        self.scheduler.set_handshake(self.worker.handshake())
 
     def look_up(self, key: str) -> bool:
         answers: list[bool] = []
@@ -118,6 +120,14 @@ class ECPair:
     def close(self) -> None:
         self.scheduler.close()
         self.worker.close()
+
+
+class ECPair(ECSides):
+    """Both sides of an ECSharedStorageConnector."""
+
+    def __init__(self, root: Path, role: ECRole = ECRole.BOTH, **given: Any) -> None:
+        extra = {key: given.pop(key) for key in list(given) if key not in _SIDES}
+        super().__init__(ECSharedStorageConnector, {"shared_storage_path": str(root), **extra}, role, **given)
 
 
 class KVPair:

@@ -42,7 +42,9 @@ def bell() -> Bell:
 
 @pytest.fixture
 def table(store: Store, bell: Bell) -> Iterator[LookupTable]:
-    table = LookupTable(store.probe, bell, positive_ttl_s=60, negative_ttl_s=0, max_entries=8)
+    table = LookupTable(
+        store.probe, bell, positive_ttl_s=60, negative_ttl_s=0, timeout_s=60, on_timeout=bell, max_entries=8
+    )
     yield table
     store.open.set()
     table.close(DEADLINE_S)
@@ -111,7 +113,7 @@ def test_a_store_that_raises_holds_nothing(bell: Bell, caplog: pytest.LogCapture
     def probe(keys: list[str]) -> list[bool]:
         raise OSError("gone")
 
-    table = LookupTable(probe, bell, positive_ttl_s=60, negative_ttl_s=60)
+    table = LookupTable(probe, bell, positive_ttl_s=60, negative_ttl_s=60, timeout_s=60, on_timeout=bell)
     assert bell.wait_for(lambda: table.ask("a") is False)
     assert bell.wait_for(lambda: table.ask("b") is False), "the thread died of it"
     table.close(DEADLINE_S)

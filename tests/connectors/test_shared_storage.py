@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from connectors.ec.base import ECConnectorConfig, ECSide
-from connectors.ec.item_store import ItemStore
+from connectors.ec.folder_store import FolderStore
 from connectors.ec.shared_storage import ECSharedStorageConnector
 from core.errors import ConfigError
 from core.types import ECRole
@@ -115,8 +115,8 @@ def test_a_killed_writer_leaves_nothing_visible_and_is_swept_later(tmp_path: Pat
     young = folder / f".{key(2)}.{'0' * 16}.tmp"
     young.touch()
     producer = closing(ECPair(tmp_path, ECRole.PRODUCER))
-    assert producer.worker._sweeper is not None
-    producer.worker._sweeper.join(DEADLINE_S)
+    assert producer.worker._maintenance is not None
+    producer.worker._maintenance.join(DEADLINE_S)
     assert set(folder.iterdir()) == {strangers, young}
 
 
@@ -153,11 +153,11 @@ def test_a_store_that_hangs_blocks_neither_look_ups_nor_close(
 ) -> None:
     answer, asked = threading.Event(), threading.Event()
 
-    def hang(store: ItemStore, key: str) -> bool:
+    def hang(store: FolderStore, keys: list[str]) -> list[bool]:
         asked.set()
-        return answer.wait(DEADLINE_S)
+        return [answer.wait(DEADLINE_S)] * len(keys)
 
-    monkeypatch.setattr(ItemStore, "contains", hang)
+    monkeypatch.setattr(FolderStore, "contains", hang)
     pair = closing(ECPair(tmp_path))
     assert pair.scheduler.has_cache_item(key(1)) is None
     assert asked.wait(DEADLINE_S)

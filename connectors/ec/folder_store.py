@@ -10,29 +10,28 @@ digits that we have checked. Methods block on the file system and may be called 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
+from connectors.ec.item_file import check_item_file, read_item_file, write_item_file
+from connectors.ec.store import ECStore, ItemError, LoadTarget, SaveSource, is_digest
 
-from connectors.ec.item_file import ItemError, check_item_file, read_item_file, write_item_file
+log = logging.getLogger(__name__)
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+#: No writer takes this long for one item; what is older was left behind.
+_ABANDONED_AFTER_S = 600.0
 _NAMESPACE_FOLDER = re.compile(r"[0-9a-f]{16}")
 _KEY_FOLDER = re.compile(r"[0-9a-f]{2}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
 
 
-def is_digest(text: str) -> bool:
-    """Whether `text` has the form of a key or of a namespace."""
-    return _DIGEST.fullmatch(text) is not None
-
-
-class ItemStore:
+class FolderStore(ECStore):
     """The items of one namespace under one root. Shares nothing with other objects or processes but the files."""
 
     def __init__(self, root: Path, namespace: str) -> None:
@@ -48,20 +47,21 @@ class ItemStore:
             raise ItemError("not an item's key")
         return self._folder / key[:2] / f"{key}.safetensors"
 
-    def contains(self, key: str) -> bool:
-        """Whether the item can be seen. False too where the folder is gone or does not answer."""
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        return [self._has(key) for key in keys]
+
+    def _has(self, key: str) -> bool:
         try:
             os.stat(self.path_of(key))
-        except (ItemError, OSError):
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return True
 
-    def read(self, key: str, into: torch.Tensor) -> None:
-        """Fill `into`, `[num_embeds, width]` in host memory. Raises ItemError and OSError. A damaged item is removed:
-        while it can be seen, nobody makes it again."""
+    def read(self, key: str, target: LoadTarget) -> None:
+        """A damaged item is removed: while it can be seen, nobody makes it again."""
         path = self.path_of(key)
         try:
-            read_item_file(path, into, self._namespace, key)
+            read_item_file(path, target, self._namespace, key)
         except ItemError as error:
             if error.damaged:
                 self._remove_damaged(path, key)
@@ -69,9 +69,7 @@ class ItemStore:
         except FileNotFoundError:
             raise ItemError("item is not in the store") from None
 
-    def write(self, key: str, embeds: torch.Tensor) -> None:
-        """Make the item visible, whole or not at all; where a whole one is already, leave it. Raises ItemError, OSError
-        and safetensors' own errors."""
+    def write(self, key: str, source: SaveSource) -> None:
         path = self.path_of(key)
         if self._is_whole(path, key):
             return
@@ -82,12 +80,21 @@ class ItemStore:
                 folder.mkdir()
         temporary = path.parent / f".{key}.{secrets.token_hex(8)}.tmp"
         try:
-            write_item_file(temporary, embeds, self._namespace, key)
+            write_item_file(temporary, source.embeds, self._namespace, key)
+            source.check()
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
+
+    def maintain(self, closing: threading.Event) -> None:
+        removed = self.sweep(_ABANDONED_AFTER_S, closing.is_set)
+        if removed:
+            log.info("removed %d files that dead writers left in the encoder cache", removed)
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
     def sweep(self, older_than_s: float, stop: Callable[[], bool]) -> int:
         """Remove what dead writers of any namespace left behind, and return how many files. A file of that age has no

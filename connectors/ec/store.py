@@ -1,0 +1,156 @@
+"""What a store is to `ECStoreConnector`: three blocking methods. The connector does the rest.
+
+A store need not care about threads, time limits, circuit breaking, the encoder buffer or the device: it is handed a
+*source* to write from and a *target* to read into, both in host memory, and raises what went wrong.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from connectors.device_copy import DeviceCopies
+
+#: What a checksum or a copy takes at a time: it stays in a core's own cache between the two.
+CHUNK_BYTES = 1 << 20
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def is_digest(text: str) -> bool:
+    """Whether `text` has the form of a key or of a namespace: 64 hexadecimal digits."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+class ItemError(Exception):
+    """An item cannot be used: absent, cut short, corrupt, of another shape, version or namespace. The store is well.
+    `damaged`: the item never will be usable, by anyone, so it had better be removed."""
+
+    def __init__(self, reason: str, *, damaged: bool = False) -> None:
+        super().__init__(reason)
+        self.damaged = damaged
+
+
+class StoreError(Exception):
+    """The store did not do its work: down, slow, full, forbidden. Counts towards the circuit breaker, as does OSError.
+    The reason is fit for a log: no paths, no passwords."""
+
+
+class AbandonedError(Exception):
+    """The time limit of this load or save is over; its memory may belong to somebody else by now. Let it pass."""
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor as flat bytes; no copy. (NumPy has no bfloat16, but it has bytes.)"""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+class LoadTarget:
+    """Where one item is to go: `shape` `[num_embeds, width]` of `dtype`, `num_bytes` in all.
+
+    `write` may be called by one thread, in any order of offsets. After the time limit it raises AbandonedError and
+    touches nothing. What was written is read by nobody unless the store's `read` returns.
+    """
+
+    def __init__(self, slice_: torch.Tensor, copies: DeviceCopies) -> None:
+        self.shape = tuple(slice_.shape)
+        self.dtype = slice_.dtype
+        self.num_bytes = slice_.nbytes
+        self._slice = slice_
+        self._copies = copies
+        self._host = slice_ if copies.on_host else copies.empty_host(slice_.shape, slice_.dtype)
+        self._bytes = self._host.view(-1).view(torch.uint8)
+        self._lock = threading.Lock()
+        self._abandoned = False
+
+    def write(self, data: memoryview | bytes | bytearray, offset: int = 0) -> None:
+        """Copy `data`, flat bytes, to `offset`. Chunks of CHUNK_BYTES keep `abandon` from waiting long. Raises
+        ItemError where it does not fit."""
+        view = memoryview(data).cast("B")
+        end = offset + view.nbytes
+        if not 0 <= offset <= end <= self.num_bytes:
+            raise ItemError(f"bytes {offset} to {end} of an item of {self.num_bytes}", damaged=True)
+        if not view.nbytes:
+            return
+        source = torch.frombuffer(view, dtype=torch.uint8)
+        with self._lock:
+            if self._abandoned:
+                raise AbandonedError
+            self._bytes[offset:end].copy_(source)
+
+    def commit(self) -> None:
+        """The connector's, after the store's `read`: bring it to the device. Raises AbandonedError."""
+        with self._lock:
+            if self._abandoned:
+                raise AbandonedError
+            if not self._copies.on_host:
+                self._copies.to_device([(self._slice, self._host)])
+
+    def abandon(self) -> None:
+        """The connector's: from the return of this call on, nothing is written any more. Any thread."""
+        with self._lock:
+            self._abandoned = True
+
+
+class SaveSource:
+    """One item to store: `embeds`, `[num_embeds, width]`, contiguous, in host memory, not to be written to.
+
+    A store calls `check` after it has read the last byte (checksum included) and before it makes the item visible: once
+    the time limit is over the memory belongs to somebody else, and what was read of it may be wrong.
+    """
+
+    def __init__(self, embeds: torch.Tensor, is_over: Callable[[], bool]) -> None:
+        self.embeds = embeds
+        self._is_over = is_over
+
+    @property
+    def data(self) -> memoryview:
+        """All of the item as flat bytes; no copy."""
+        return bytes_of(self.embeds)
+
+    def check(self) -> None:
+        """Raises AbandonedError once the time limit is over."""
+        if self._is_over():
+            raise AbandonedError
+
+
+class ECStore(ABC):
+    """A place that keeps items by key, for one namespace. Each method may block and may be called by several threads at
+    once. Keys are 64 hexadecimal digits: the connector has checked them."""
+
+    @abstractmethod
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """For each key whether its item can be seen now, in as few round trips as possible, without listing the store.
+        Raises StoreError or OSError where the store does not answer."""
+
+    @abstractmethod
+    def read(self, key: str, target: LoadTarget) -> None:
+        """Fill `target`, whole and verified. Raises ItemError, StoreError or OSError; then what it wrote is ignored."""
+
+    @abstractmethod
+    def write(self, key: str, source: SaveSource) -> None:
+        """Make the item visible, whole or not at all. Writing what is there already succeeds, and repairs it if it is
+        damaged. Raises ItemError where this item cannot be stored, StoreError or OSError where nothing can."""
+
+    def maintain(self, closing: threading.Event) -> None:  # noqa: B027 - optional
+        """Whatever is to be done in the background: sweeping, eviction. Called once on a thread of its own on the
+        worker side of a producer; returns soon after `closing` is set."""
+
+    def item_source(self, key: str) -> str:
+        """See `ECConnectorBase.item_source`."""
+        return ""
+
+    def add_item_source(self, key: str, source: str) -> None:  # noqa: B027 - optional
+        """See `ECConnectorBase.add_item_source`."""
+
+    def take_counters(self) -> Mapping[str, int]:
+        """See `ECConnectorBase.take_counters`."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything. Threads may still be in other methods, which then raise StoreError or OSError."""

@@ -29,6 +29,7 @@ MAX_WIDTH = 1 << 20
 MAX_GRID = 1 << 20
 MAX_HANDLE_PARAMS_BYTES = 1 << 20
 MAX_NAME_LENGTH = 256
+MAX_SOURCE_LENGTH = 1024  # connectors.ec.base.MAX_SOURCE_CHARS
 MAX_REQUEST_ID_LENGTH = 128
 
 _KEY = re.compile(rf"[0-9a-f]{{{KEY_LENGTH}}}")
@@ -156,7 +157,14 @@ def feature_from_proto(message: common_pb2.Feature, *, name: str = "feature") ->
         grid=(time, height, width),
         width=message.width,
         modality=message.modality,
+        source=_source(message.source, name),
     )
+
+
+def _source(source: str, name: str) -> str:
+    if len(source) > MAX_SOURCE_LENGTH or not (source.isascii() and source.isprintable()):
+        raise InvalidRequestError(f"{name}.source is not a text of at most {MAX_SOURCE_LENGTH} printable characters")
+    return source
 
 
 def feature_to_proto(feature: Feature) -> common_pb2.Feature:
@@ -166,6 +174,7 @@ def feature_to_proto(feature: Feature) -> common_pb2.Feature:
         num_embeds=feature.num_embeds,
         grid=feature.grid,
         width=feature.width,
+        source=feature.source,
     )
 
 

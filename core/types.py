@@ -87,6 +87,7 @@ class Feature(Struct, array_like=True, frozen=True):
     grid: tuple[int, int, int]  # patches: time, height, width
     width: int  # hidden size * (1 + deepstack levels)
     modality: str = IMAGE
+    source: str = ""  # the encoder's connector on where the item can be had; read by the consumer's connector alone
 
 
 class PlacedFeature(Struct, array_like=True, frozen=True):

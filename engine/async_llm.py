@@ -13,6 +13,8 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from core.config import EngineConfig
 from core.errors import EngineError, IncompatibleError, InvalidRequestError, OverloadedError, StageUnavailableError
 from core.images import ImageHeader, read_header
@@ -128,6 +130,7 @@ class AsyncLLM:
         )
         async with contextlib.aclosing(self._submit(request)) as outputs:
             async for output in outputs:
+                feature = replace(feature, source=output.item_source)
                 return EncodeOutput(feature, output.encoded_cached, output.spans)
         raise EngineError("the encode request ended without an answer")
 

@@ -114,6 +114,7 @@ class EngineCore:
         ec_worker = make_ec_connector(config.ec_connector, ec_config, ECSide.WORKER)
         kv_scheduler, kv_worker = _make_kv(config, layout, notify) if language else (None, None)
         self.runner.attach(ec_worker, kv_worker)
+        ec_scheduler.set_handshake(ec_worker.handshake())
         if kv_scheduler is not None and kv_worker is not None:
             kv_scheduler.set_handshake(kv_worker.handshake())
         self._scheduler_connectors = (ec_scheduler, kv_scheduler)

@@ -200,10 +200,15 @@ class EncodeQueue:
         return Span(name, start_s, time.time(), self._where, note)
 
     def _finish(self, key: str) -> list[EngineCoreOutput]:
+        source = self._connector.item_source(key)
         return self._end(
             key,
             lambda job, i: EngineCoreOutput(
-                job.waiters[i], finished=True, encoded_cached=i > 0 or not job.tower_ran, spans=job.spans
+                job.waiters[i],
+                finished=True,
+                encoded_cached=i > 0 or not job.tower_ran,
+                spans=job.spans,
+                item_source=source,
             ),
         )
 

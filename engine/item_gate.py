@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from connectors.ec.base import ECConnectorBase, ECConnectorOutput, ECItem
+from connectors.ec.base import EC_COUNTERS, ECConnectorBase, ECConnectorOutput, ECItem
 from core.types import PlacedFeature, Span
 from engine.encode_queue import EncodeQueue
 from engine.encoder_cache_manager import EncoderCacheManager
@@ -46,9 +46,12 @@ class ItemGate:
 
     def look_ahead(self, request: Request) -> None:
         """Begin the look-ups of a new request, so that their answers are there when its turn comes."""
-        for placed in request.features:
-            if not self._cache.is_ready(placed.feature.key):
-                self._connector.has_cache_item(placed.feature.key)
+        wanted = [placed.feature for placed in request.features if not self._cache.is_ready(placed.feature.key)]
+        for feature in wanted:
+            if feature.source:
+                self._connector.add_item_source(feature.key, feature.source)
+        if wanted:
+            self._connector.ensure_cache_available([feature.key for feature in wanted])
 
     def fit(self, request: Request, num_tokens: int) -> tuple[int, list[ItemUse]]:
         """Cut a chunk off at its first item that is not in the buffer. The items within the chunk are held."""
@@ -126,6 +129,10 @@ class ItemGate:
         """What the connector's worker side reported; saves are the encode queue's."""
         self._connector.update_connector_output(made)
         self._stats.count("ec_bytes_total", made.bytes_loaded + made.bytes_saved)
+        for counters in (made.counters, self._connector.take_counters()):
+            for name, by in counters.items():
+                if name in EC_COUNTERS:  # else a stranger's connector counts what this version does not know
+                    self._stats.count(f"ec_store_{name}_total", by)
         for seconds in made.seconds_loading:
             self._stats.observe("ec_load_seconds", seconds)
         for seconds in made.seconds_saving:

@@ -182,6 +182,7 @@ class ModelRunner:
         if self._preparer is not None:
             made.prepared, made.failed_prepare = self._preparer.poll()
         made.ec = self._ec.get_finished()
+        made.ec.counters = {name: by for name, by in self._ec.take_counters().items() if by}
         self._ec.clear_connector_metadata()
         if self._kv is not None:
             made.kv = self._kv.get_finished()

@@ -56,6 +56,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     error: str = ""
     spans: list[Span] = []
     usage: Usage | None = None
+    item_source: str = ""  # of an image that was encoded: what `Feature.source` is to say
 
 
 class EngineStats(msgspec.Struct, array_like=True):

@@ -373,12 +373,12 @@ class Scheduler:
 
     def update_from_output(self, out: SchedulerOutput, made: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take a step's results; return what there is to tell."""
-        outputs = self.encodes.update(made)
-        if made.prepared or made.encoded or outputs:
-            self._news = True
         if made.ec is not None:
             self._items.take_output(made.ec, self._parked.values())
             self._news |= bool(made.ec)
+        outputs = self.encodes.update(made)
+        if made.prepared or made.encoded or outputs:
+            self._news = True
         if made.kv is not None:
             self._take_kv_output(made.kv)
             self._news |= bool(made.kv)

@@ -97,18 +97,20 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., skip_special_tokens: _Optional[bool] = ..., min_p: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., n: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class Feature(_message.Message):
-    __slots__ = ("key", "modality", "num_embeds", "grid", "width")
+    __slots__ = ("key", "modality", "num_embeds", "grid", "width", "source")
     KEY_FIELD_NUMBER: _ClassVar[int]
     MODALITY_FIELD_NUMBER: _ClassVar[int]
     NUM_EMBEDS_FIELD_NUMBER: _ClassVar[int]
     GRID_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     key: str
     modality: str
     num_embeds: int
     grid: _containers.RepeatedScalarFieldContainer[int]
     width: int
-    def __init__(self, key: _Optional[str] = ..., modality: _Optional[str] = ..., num_embeds: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ...) -> None: ...
+    source: str
+    def __init__(self, key: _Optional[str] = ..., modality: _Optional[str] = ..., num_embeds: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class PlacedFeature(_message.Message):
     __slots__ = ("feature", "offset")

@@ -179,6 +179,11 @@ class _Run:
         logger.warning("%s: %s misses %d items; encoding them again", self._job.request_id, stage, len(images))
         await self._encode(images, reported_missing=True)
 
+    def _refresh_sources(self, features: Iterable[common_pb2.Feature]) -> None:
+        """An item that was encoded again may lie elsewhere now."""
+        for feature in features:
+            feature.source = self._features[self._images_by_key[feature.key].content_hash].source
+
     # -- prefill --
 
     async def _prefill(self, request: prefill_pb2.PrefillRequest) -> bool:
@@ -195,6 +200,8 @@ class _Run:
             if outcome is None:
                 raise EngineError("prefill answered nothing")
             await self._encode_again(response.missing.keys, Stage.PREFILL)
+            self._refresh_sources(request.features)
+            self._refresh_sources(placed.feature for placed in request.expanded.features)
         if self._prefilled is None:
             self._prefilled = done
             self._first_token_s = time.time()
@@ -253,6 +260,8 @@ class _Run:
                 if message.HasField("missing"):
                     self.give_up_blocks()
                     await self._encode_again(message.missing.keys, Stage.DECODE)
+                    assert self._prefilled is not None
+                    self._refresh_sources(placed.feature for placed in self._prefilled.features)
                     return False
                 # It has tokens, so it has the blocks.
                 self._handle = self._owner = None

@@ -33,6 +33,8 @@ class ScriptedStore(ECConnectorBase):
         self.stored: set[str] = set()
         self.undecided: set[str] = set()
         self.lookups: list[str] = []
+        self.sources: dict[str, str] = {}
+        self.counters: dict[str, int] = {}
         self.ended: list[str] = []
 
     def has_cache_item(self, key: str) -> bool | None:
@@ -42,6 +44,18 @@ class ScriptedStore(ECConnectorBase):
     def update_connector_output(self, output: ECConnectorOutput) -> None:
         self.stored -= set(output.failed_loading)
         self.stored |= set(output.finished_saving)
+
+    def add_item_source(self, key: str, source: str) -> None:
+        assert key not in self.lookups, "the source comes before the first question"
+        self.sources[key] = source
+
+    def item_source(self, key: str) -> str:
+        assert key in self.stored, "asked before it was told that the item is there"
+        return f"from {key[:4]}"
+
+    def take_counters(self) -> dict[str, int]:
+        counters, self.counters = self.counters, {}
+        return counters
 
     def request_finished(self, request_id: str) -> None:
         self.ended.append(request_id)
@@ -131,9 +145,10 @@ class Bench:
         hand_over: bool = False,
         kv: KVHandle | None = None,
         given: int = 0,
+        source: str = "",
     ) -> None:
         """A generation. `images`: (key, offset, number of embeddings)."""
-        features = [PlacedFeature(Feature(k, n, (1, 2, 2 * n), 8), o) for k, o, n in images or []]
+        features = [PlacedFeature(Feature(k, n, (1, 2, 2 * n), 8, source=source), o) for k, o, n in images or []]
         self.scheduler.add_request(
             EngineCoreRequest(
                 request_id,

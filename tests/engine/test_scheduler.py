@@ -257,6 +257,28 @@ def test_equal_images_are_encoded_once() -> None:
     bench.assert_empty()
 
 
+def test_the_source_of_an_item_goes_from_the_producers_connector_to_the_consumers() -> None:
+    bench = Bench()
+    bench.encode("e1", A, 4)
+    bench.settle()
+    assert bench.last("e1").item_source == f"from {A[:4]}"
+    bench.encode("e2", A, 4)  # found in the store
+    bench.settle()
+    assert bench.last("e2").item_source == f"from {A[:4]}"
+    bench.add("r1", 8, [(B, 2, 4)], source="there")
+    assert bench.store.sources == {B: "there"}
+
+
+def test_what_a_connector_counts_becomes_the_engines_counters() -> None:
+    bench = Bench()
+    bench.add("r1", 4)
+    bench.store.counters = {"breaker_opens": 2, "lookup_failures": 3, "of its own": 1}
+    bench.settle()
+    counters = bench.scheduler.stats.counters
+    assert counters["ec_store_breaker_opens_total"] == 2
+    assert counters["ec_store_lookup_failures_total"] == 3
+
+
 def test_an_item_reported_missing_is_stored_again_without_the_tower() -> None:
     bench = Bench()
     bench.encode("e1", A, 4)

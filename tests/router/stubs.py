@@ -120,7 +120,10 @@ class StubEncoder(Stub, encoder_pb2_grpc.EncoderServicer):
     async def Encode(self, request, context):  # noqa: N802
         await self.begin(request, context)
         key = item_key(request.content_hash, self.info.namespace_digest, request.tenant)
-        feature = common_pb2.Feature(key=key, modality="image", num_embeds=NUM_EMBEDS, grid=[1, 4, 4], width=8)
+        source = f"call {len(self.requests)}"  # an item that is made again lies elsewhere
+        feature = common_pb2.Feature(
+            key=key, modality="image", num_embeds=NUM_EMBEDS, grid=[1, 4, 4], width=8, source=source
+        )
         spans = [common_pb2.Span(name="encode", start_s=1.0, end_s=2.0, where="encoder-0")]
         return encoder_pb2.EncodeResponse(feature=feature, spans=spans)
 

@@ -27,6 +27,11 @@ async def test_a_missing_item_is_encoded_again_once() -> None:
         assert token_ids == FIVE
         assert [request.image for request in c.encoders[0].requests[2:]] == [image_file(b"two")]
         assert c.retries("encode", "missing") == c.total_retries() == 1
+        # What is encoded again may lie elsewhere, and the consumers are told.
+        first, second = ([feature.source for feature in request.features] for request in c.prefills[0].requests)
+        assert sorted(first) == ["call 1", "call 2"]
+        assert second == [first[0], "call 3"]
+        assert [placed.feature.source for placed in c.decodes[0].requests[0].features] == second
 
 
 async def test_an_item_that_stays_missing_is_an_error_that_names_encode() -> None:
@@ -48,6 +53,7 @@ async def test_decode_that_misses_an_item_goes_on_without_a_gap(after: int) -> N
         assert finished.usage.completion_tokens == 8
         resumed = c.prefills[0].requests[1].expanded
         assert list(resumed.output_token_ids) == EIGHT[: 1 + after]
+        assert [placed.feature.source for placed in resumed.features] == ["call 2"]
         assert list(resumed.prompt_token_ids) == list(c.decodes[0].requests[0].prompt_token_ids)
         assert len(c.encoders[0].requests) == 2
         await c.pipeline.releases.close()

@@ -33,6 +33,8 @@ COUNTERS = {
     "prompt_tokens_total": "Prompt tokens computed.",
     "generation_tokens_total": "Tokens generated.",
     "num_preemptions_total": "Requests that lost their KV blocks to others.",
+    "prefix_cache_queries_total": "Tokens of prompts that were looked for in the prefix cache.",
+    "prefix_cache_hits_total": "Tokens of prompts whose keys and values were found there.",
     "ec_hits_total": "Items found in the encoder cache.",
     "ec_misses_total": "Items not found in the encoder cache.",
     "ec_bytes_total": "Bytes moved to and from the encoder cache.",

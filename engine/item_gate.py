@@ -44,12 +44,17 @@ class ItemGate:
     def is_loading(self) -> bool:
         return bool(self._load_started)
 
-    def look_ahead(self, request: Request) -> None:
-        """Begin the look-ups of a new request, so that their answers are there when its turn comes."""
-        wanted = [placed.feature for placed in request.features if not self._cache.is_ready(placed.feature.key)]
-        for feature in wanted:
-            if feature.source:
-                self._connector.add_item_source(feature.key, feature.source)
+    def look_ahead(self, request: Request, num_computed: int) -> None:
+        """Begin the look-ups of a new request, so that their answers are there when its turn comes. The first
+        `num_computed` tokens have their KV already."""
+        for placed in request.features:
+            if placed.feature.source:
+                self._connector.add_item_source(placed.feature.key, placed.feature.source)
+        wanted = [
+            placed.feature
+            for placed in request.features
+            if placed.end > num_computed and not self._cache.is_ready(placed.feature.key)
+        ]
         if wanted:
             self._connector.ensure_cache_available([feature.key for feature in wanted])
 
@@ -108,7 +113,7 @@ class ItemGate:
     def let_go_computed(self, request: Request) -> None:
         """Let go of the items that all of the request's remaining tokens are behind."""
         if request.held_items:
-            needed = {p.feature.key for p in request.features if p.end > request.num_computed_tokens}
+            needed = {p.feature.key for p in request.features if p.end > request.num_executed_tokens}
             for key in request.held_items - needed:
                 self._cache.let_go(key, request.request_id)
             request.held_items &= needed

@@ -30,6 +30,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True):
     image: bytes | None = None
     feature: Feature | None = None  # what the image's header predicts
     reported_missing: bool = False  # a consumer did not find the item: trust no memory of it
+    tenant: str = ""  # tenants share no cached KV, and turns fairly
+    priority: int = 0  # smaller is earlier
 
 
 class ErrorKind(enum.StrEnum):

@@ -42,14 +42,29 @@ class Request:
     output_token_ids: list[int]
     hand_over: bool
     kv: KVHandle | None
+    items_end: int = 0  # where the last image's placeholders end
+    tenant: str = ""
+    priority: int = 0  # smaller is earlier
     status: RequestStatus = RequestStatus.WAITING
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # in the cache once the steps that were scheduled have run
+    num_executed_tokens: int = 0  # in the cache now
+    num_pending: int = 0  # tokens that steps under way will sample
+    preemptions: int = 0  # tells the steps before the last preemption from those after it
     num_given_tokens: int = 0  # output tokens that another engine made
     block_ids: list[int] = field(default_factory=list)
     held_items: set[str] = field(default_factory=set)  # keys of encoder-cache items it keeps in the buffer
     aborted: bool = False  # waits only for a pull to let go of its blocks
     recomputes: bool = False  # lost KV that it had, or should have had
-    num_cached_tokens: int = 0  # prompt tokens whose KV came from elsewhere
+    num_cached_tokens: int = 0  # of the first run's tokens, those whose KV was there already
+    pulled: bool = False  # its KV came from another engine
+    # What KVCacheManager knows: names of the full blocks so far, and how many of them others can find.
+    root_hash: bytes = b""
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_known_blocks: int = 0
+    # What RequestQueue knows.
+    queue_tag: tuple[float, int] | None = None
+    level: int = 0
+    aged_s: float = 0.0
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
@@ -72,6 +87,9 @@ class Request:
             num_given_tokens=len(made.output_token_ids),
             hand_over=made.hand_over,
             kv=made.kv,
+            items_end=made.features[-1].end if made.features else 0,
+            tenant=made.tenant,
+            priority=made.priority,
         )
 
     @property

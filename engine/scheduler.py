@@ -13,30 +13,45 @@ caller (`missing`), and the request ends.
 Holding things cannot deadlock: a request holds at most the item that it needs next and KV blocks. Blocks of parked and
 running requests can be taken (preemption: recompute later), and items that only waiting requests hold can be taken too.
 
-More than 400 lines, since the phases, preemption and the ends of requests work on the same four collections; what
-touches only the encoder buffer is in `item_gate.py`, images to encode are in `encode_queue.py`.
+A step may be scheduled while the one before it still runs. A request's `num_computed_tokens` is therefore what will be
+in the cache once all scheduled steps have run, its `num_executed_tokens` what is there; `num_pending` tokens will be
+sampled by steps under way, and the next step computes them without knowing them: the runner does. What depends on the
+tokens (stop tokens, names of full blocks) or on memory that a running step reads (items) waits for the step's output.
+
+More than 400 lines, since the phases, preemption and the ends of requests work on the same collections; the order of
+waiting requests is in `request_queue.py`, what touches only the encoder buffer in `item_gate.py`, images to encode in
+`encode_queue.py`, what is told in `request_outputs.py`.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections import deque
 
 from connectors.ec.base import ECConnectorBase
 from connectors.kv.base import KVConnectorBase, KVConnectorOutput
 from core.errors import IncompatibleError, TriptychError
-from core.types import FinishReason, KVRole, Span, Usage
+from core.types import FinishReason, KVRole
 from engine.encode_queue import EncodeQueue
 from engine.encoder_cache_manager import EncoderCacheManager
 from engine.item_gate import ItemGate
 from engine.kv_cache_manager import KVCacheManager
 from engine.protocol import EngineCoreOutput, EngineCoreRequest, EngineStats, ErrorKind
 from engine.request import Ended, Request, RequestStatus
-from engine.scheduler_output import CachedRequestData, ItemUse, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.request_outputs import RequestOutputs
+from engine.request_queue import RequestQueue
+from engine.scheduler_output import ItemUse, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.settings import SchedulerSettings
 from engine.stats import StatsCollector
 
 _PARKED = (RequestStatus.WAITING_FOR_ENCODER_CACHE, RequestStatus.WAITING_FOR_REMOTE_KVS)
+
+
+def _rank(request: Request) -> tuple[int, tuple[float, int]]:
+    """Who runs before whom, and keeps its blocks longer."""
+    assert request.queue_tag is not None
+    return request.level, request.queue_tag
 
 
 class Scheduler:
@@ -64,16 +79,24 @@ class Scheduler:
             where=settings.where,
         )
         self._items = ItemGate(
-            cache, ec_connector, self.encodes, self.stats, settings, lambda: (*self._waiting, *self._parked.values())
+            cache,
+            ec_connector,
+            self.encodes,
+            self.stats,
+            settings,
+            lambda: (*self._resuming.values(), *self._parked.values()),
         )
+        self._outputs = RequestOutputs(self.stats, settings.where)
         self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
-        self._parked: dict[str, Request] = {}
+        self._waiting = RequestQueue(settings.aging_s)  # hold nothing
+        self._parked: dict[str, Request] = {}  # had their turn, lack an item or remote blocks
+        self._resuming: dict[str, Request] = {}  # have what they were parked for; before all that wait
+        self._running: list[Request] = []  # by rank
         self._known: set[str] = set()  # requests whose state the runner holds
         self._forget: list[str] = []  # requests that the runner must drop
-        self._ready_outputs: list[EngineCoreOutput] = []  # ends that no model run brings
+        self._in_flight: deque[list[tuple[Request, int, int]]] = deque()  # steps: request, its preemptions, tokens
         self._news = False  # whether the next step may do what the last could not
+        self._num_partial = 0  # prompts that run and were not scheduled to their end
         self._evictions_counted = 0
 
     # ---- requests come and go ----
@@ -88,8 +111,9 @@ class Scheduler:
         return bool(
             self._requests
             or self.encodes.num_unfinished_jobs
-            or self._ready_outputs
+            or self._outputs
             or self._forget
+            or self._in_flight
             or self._items.is_loading
         )
 
@@ -97,7 +121,7 @@ class Scheduler:
     def can_step(self) -> bool:
         """Whether the next step may bring something, as against wait for a look-up, a load, a pull or a lease's end.
         Waiting requests alone are no reason: the last step has found no room for them."""
-        return bool(self._running or self._ready_outputs or self._news)
+        return bool(self._running or self._outputs or self._news)
 
     def add_request(self, made: EngineCoreRequest) -> None:
         """Take a request. One that cannot be served ends with an error in the next step's outputs."""
@@ -128,10 +152,12 @@ class Scheduler:
             if placed.feature.num_embeds > self.cache.num_rows:
                 self.refuse(made.request_id, ErrorKind.INVALID_REQUEST, self._too_large(placed.feature.num_embeds))
                 return
-        if request.kv is None:
-            self._items.look_ahead(request)
+        if request.kv is None and request.features:
+            # What is found here may be gone by the time of its turn, and then the items are looked up after all.
+            num_computed = len(self.kv.get_computed_blocks(request)) * self.kv.block_size
+            self._items.look_ahead(request, num_computed)
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._waiting.push(request, time.time())
         self.stats.count("prompt_tokens_total", request.num_prompt_tokens)
 
     def abort(self, request_id: str) -> None:
@@ -157,13 +183,19 @@ class Scheduler:
         if self._kv_connector is not None and self.kv.has_lease(request_id):
             self._kv_connector.release(request_id)
 
+    def refuse(self, request_id: str, kind: ErrorKind, reason: str) -> None:
+        """End a request that was never taken, in the next step's outputs."""
+        self._outputs.refuse(request_id, kind, reason)
+
     # ---- phase one to three ----
 
     def schedule(self) -> SchedulerOutput:
-        """This step's work. The runner must execute it, and `update_from_output` must follow."""
+        """This step's work. The runner must execute the steps in this order, and `update_from_output` must follow for
+        each, in the same order; one step may be scheduled before the output of the last is there."""
         out = SchedulerOutput()
+        self._in_flight.append([])
         self._news = False
-        self._ready_outputs += self.encodes.schedule(out)
+        self._outputs.add(self.encodes.schedule(out))
         self._unpark()
         preemptions = self.stats.counters["num_preemptions_total"]
         budget = self._schedule_running(out, self.settings.max_num_batched_tokens)
@@ -178,50 +210,82 @@ class Scheduler:
         return out
 
     def _schedule_running(self, out: SchedulerOutput, budget: int) -> int:
+        self._num_partial = 0
+        longest = self._longest_chunk()
+        block_size = self.kv.block_size
         i = 0
         while i < len(self._running) and budget > 0:
             request = self._running[i]
-            wanted = min(request.num_tokens - request.num_computed_tokens, budget)
-            num_tokens, uses = self._items.fit(request, wanted)
-            if num_tokens == 0:
-                del self._running[i]
-                self._park_for_items(request)
+            computed = request.num_computed_tokens
+            known = request.num_tokens
+            wanted = known + request.num_pending - computed
+            if wanted <= 0 or (
+                request.num_pending and (request.hand_over or known + request.num_pending >= request.max_total_tokens)
+            ):
+                i += 1  # it ends with a token that is being sampled
                 continue
-            blocks = self._allocate_or_preempt(request, num_tokens)
-            if blocks is None:
-                continue  # the request itself was preempted and is gone from the list
-            i = self._running.index(request) + 1  # preemption may have shortened the list before it
+            num_tokens = min(wanted, longest, budget)
+            uses: list[ItemUse] = []
+            if computed < request.items_end:
+                num_tokens, uses = self._items.fit(request, num_tokens)
+                if num_tokens == 0:
+                    del self._running[i]
+                    self._park_for_items(request)
+                    continue
+            blocks: list[int] = []
+            if computed + num_tokens > len(request.block_ids) * block_size:
+                made = self._allocate_or_preempt(request, num_tokens)
+                if made is None:
+                    continue  # the request itself was preempted and is gone from the list
+                blocks = made
+            i += 1
+            self._num_partial += num_tokens < wanted
             self._put(out, request, num_tokens, blocks, uses)
             budget -= num_tokens
         return budget
 
     def _schedule_waiting(self, out: SchedulerOutput, budget: int) -> None:
-        while self._waiting and budget > 0:
-            request = self._waiting[0]
+        longest = self._longest_chunk()
+        while budget > 0:
+            request = self._next_waiting()
+            if request is None:
+                return
             if request.kv is not None:
                 if self._order_pull(request) or self._free_others(request):
                     continue
                 return
             if request.request_id not in self._known and len(self._known) >= self.settings.max_num_seqs:
-                if self._bring_known_forward():
-                    continue
                 return
-            wanted = min(request.num_tokens - request.num_computed_tokens, budget)
-            num_tokens, uses = self._items.fit(request, wanted)
-            if num_tokens == 0 or (num_tokens < wanted and self._items.is_patient(request)):
-                self._waiting.popleft()
+            if not request.block_ids:
+                request.num_computed_tokens = request.num_executed_tokens = self.kv.take_computed_blocks(request)
+            wanted = request.num_tokens - request.num_computed_tokens
+            num_tokens, uses = self._items.fit(request, min(wanted, longest, budget))
+            if num_tokens == 0 or (num_tokens < min(wanted, longest, budget) and self._items.is_patient(request)):
+                if len(self._parked) >= self.settings.max_parked:
+                    self._put_back(request)
+                    return
+                self._remove(request)
                 self._park_for_items(request)
                 continue
+            is_partial = num_tokens < wanted
+            if is_partial and self._running and self._num_partial >= self.settings.max_num_partial_prefills:
+                self._put_back(request)
+                return
             blocks = self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens)
             if blocks is None:
+                self._put_back(request)
                 if self._free_others(request):
                     continue
-                return  # first come, first served: nobody overtakes the one that waits for room
-            self._waiting.popleft()
-            self._running.append(request)
+                return  # nobody overtakes the one that waits for room
+            self._remove(request)
+            insort(self._running, request, key=_rank)
+            self._num_partial += is_partial
             if not request.scheduled_s:
-                request.scheduled_s = time.time()
-                self.stats.observe("stage_queue_seconds", request.scheduled_s - request.arrival_s)
+                self._outputs.scheduled(request)
+                if not request.pulled:
+                    request.num_cached_tokens = request.num_computed_tokens
+                    self.stats.count("prefix_cache_queries_total", request.num_tokens)
+                    self.stats.count("prefix_cache_hits_total", request.num_cached_tokens)
             if request.recomputes:
                 request.recomputes = False
                 self.stats.count("kv_recomputations_total")
@@ -229,40 +293,61 @@ class Scheduler:
             self._put(out, request, num_tokens, blocks, uses)
             budget -= num_tokens
 
-    def _bring_known_forward(self) -> bool:
-        """The runner has no row left for the first waiting request: let one pass that has a row. False if none waits.
-        Without this the two would wait for each other, since rows come free only when requests go on."""
-        for request in self._waiting:
-            if request.request_id in self._known:
-                self._waiting.remove(request)
-                self._waiting.appendleft(request)
-                return True
-        return False
+    def _longest_chunk(self) -> int:
+        """Most tokens of one request in this step: while others decode, a long prompt must not make them wait long."""
+        limit = self.settings.long_prefill_token_threshold
+        if limit and any(r.num_tokens + r.num_pending - r.num_computed_tokens <= 1 for r in self._running):
+            return limit
+        return self.settings.max_num_batched_tokens
+
+    def _next_waiting(self) -> Request | None:
+        """Whose turn it is. One that the runner knows goes first while the runner has no row for another: the two would
+        wait for each other, since rows come free only when requests go on."""
+        if not self._resuming:
+            return self._waiting.peek(time.time())
+        if len(self._known) >= self.settings.max_num_seqs:
+            for request in self._resuming.values():
+                if request.request_id in self._known:
+                    return request
+        return next(iter(self._resuming.values()))
+
+    def _put_back(self, request: Request) -> None:
+        """It stays where it was. One that had no turn yet is to hold nothing while it waits."""
+        if request.request_id not in self._resuming:
+            self.kv.free(request)
+            request.num_computed_tokens = request.num_executed_tokens = 0
+            self._items.let_go(request)
 
     def _put(
         self, out: SchedulerOutput, request: Request, num_tokens: int, new_blocks: list[int], uses: list[ItemUse]
     ) -> None:
-        out.num_scheduled_tokens[request.request_id] = num_tokens
-        out.item_uses += uses
-        if request.request_id in self._known:
-            cached: CachedRequestData = out.cached_requests
-            cached.request_ids.append(request.request_id)
+        request_id = request.request_id
+        out.num_scheduled_tokens[request_id] = num_tokens
+        self._in_flight[-1].append((request, request.preemptions, num_tokens))
+        if uses:
+            out.item_uses += uses
+        if request_id in self._known:
+            cached = out.cached_requests
+            cached.request_ids.append(request_id)
             cached.new_block_ids.append(new_blocks)
             cached.num_computed_tokens.append(request.num_computed_tokens)
-            return
-        self._known.add(request.request_id)
-        out.new_requests.append(
-            NewRequestData(
-                request.request_id,
-                request.prompt_token_ids,
-                list(request.output_token_ids),
-                request.features,
-                request.sampling,
-                list(request.stop_ids),
-                list(request.block_ids),
-                request.num_computed_tokens,
+        else:
+            self._known.add(request_id)
+            out.new_requests.append(
+                NewRequestData(
+                    request_id,
+                    request.prompt_token_ids,
+                    list(request.output_token_ids),
+                    request.features,
+                    request.sampling,
+                    list(request.stop_ids),
+                    list(request.block_ids),
+                    request.num_computed_tokens,
+                )
             )
-        )
+        request.num_computed_tokens += num_tokens
+        if request.num_computed_tokens == request.num_tokens + request.num_pending:
+            request.num_pending += 1
 
     # ---- KV blocks ----
 
@@ -277,9 +362,10 @@ class Scheduler:
                 return None
 
     def _victim(self) -> Request:
-        """Who gives up its blocks: a parked request that holds some, the latest first; else the latest that runs."""
-        for request in reversed(self._parked.values()):
-            if request.status is RequestStatus.WAITING_FOR_ENCODER_CACHE and request.block_ids:
+        """Who gives up its blocks: one that does not run, the latest first; else the last in rank that runs. That one
+        has not been scheduled in this step, since the list is gone through by rank."""
+        for request in (*reversed(self._parked.values()), *reversed(self._resuming.values())):
+            if request.block_ids and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
                 return request
         return self._running[-1]
 
@@ -288,13 +374,10 @@ class Scheduler:
         without running, the latest first. False where nobody does, or where something runs."""
         if self._running:
             return False
-        for other in (*reversed(self._parked.values()), *reversed(self._waiting)):
+        for other in (*reversed(self._parked.values()), *reversed(self._resuming.values())):
             pulling = other.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             if other is not request and other.block_ids and not pulling:
                 self._preempt(other)
-                # It went to the front; the one that was there comes first.
-                self._waiting.remove(request)
-                self._waiting.appendleft(request)
                 return True
         return False
 
@@ -303,38 +386,33 @@ class Scheduler:
         self.kv.free(request)
         self._items.let_go(request)
         self._forget_in_runner(request)
-        request.num_computed_tokens = 0
-        request.recomputes = True
+        request.preemptions += 1
+        request.num_computed_tokens = request.num_executed_tokens = request.num_pending = 0
+        request.recomputes = bool(request.scheduled_s)
         request.status = RequestStatus.PREEMPTED
-        self._waiting.appendleft(request)
+        self._waiting.push(request, time.time())
         self.stats.count("num_preemptions_total")
 
     def _order_pull(self, request: Request) -> bool:
-        """Park the first waiting request for its remote blocks. False where there is no room for them yet."""
+        """Park a waiting request for its remote blocks. False where there is no room for them yet."""
         assert request.kv is not None
         assert self._kv_connector is not None
+        kind, problem = ErrorKind.INVALID_REQUEST, ""
         try:
             num_tokens = self._kv_connector.get_num_new_matched_tokens(request.kv)
+            if num_tokens != request.num_tokens - 1:
+                problem = f"the KV handle brings {num_tokens} tokens, the request needs {request.num_tokens - 1}"
         except TriptychError as error:
-            self._waiting.popleft()
-            differs = isinstance(error, IncompatibleError)
-            kind = ErrorKind.INCOMPATIBLE if differs else ErrorKind.INVALID_REQUEST
-            self._end(request, Ended(RequestStatus.FINISHED_ERROR, error_kind=kind, error=str(error)))
+            problem = str(error)
+            if isinstance(error, IncompatibleError):
+                kind = ErrorKind.INCOMPATIBLE
+        if problem:
+            self._remove(request)
+            self._end(request, Ended(RequestStatus.FINISHED_ERROR, error_kind=kind, error=problem))
             return True
-        if num_tokens != request.num_tokens - 1:
-            self._waiting.popleft()
-            self._end(
-                request,
-                Ended(
-                    RequestStatus.FINISHED_ERROR,
-                    error_kind=ErrorKind.INVALID_REQUEST,
-                    error=f"the KV handle brings {num_tokens} tokens, the request needs {request.num_tokens - 1}",
-                ),
-            )
-            return True
-        if self.kv.allocate_slots(request, num_tokens) is None:
+        if len(self._parked) >= self.settings.max_parked or self.kv.allocate_slots(request, num_tokens) is None:
             return False
-        self._waiting.popleft()
+        self._remove(request)
         self._kv_connector.update_state_after_alloc(request.request_id, request.kv, list(request.block_ids))
         self._park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
         return True
@@ -352,8 +430,7 @@ class Scheduler:
 
     def _unpark(self) -> None:
         """Send on the parked requests that have what they waited for."""
-        # Each goes to the front of the queue, so the one that parked first is taken last.
-        for request in reversed(list(self._parked.values())):
+        for request in list(self._parked.values()):
             if request.status is RequestStatus.WAITING_FOR_ENCODER_CACHE:
                 self._advance(request)
 
@@ -366,13 +443,16 @@ class Scheduler:
             self._end(request, Ended(RequestStatus.FINISHED_ERROR, missing=missing))
         elif can_go_on:
             del self._parked[request.request_id]
-            request.status = RequestStatus.WAITING
-            self._waiting.appendleft(request)
+            self._resume(request)
+
+    def _resume(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        self._resuming[request.request_id] = request
 
     # ---- results ----
 
     def update_from_output(self, out: SchedulerOutput, made: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Take a step's results; return what there is to tell."""
+        """Take a step's results; return what there is to tell. `out` is the oldest step without results."""
         if made.ec is not None:
             self._items.take_output(made.ec, self._parked.values())
             self._news |= bool(made.ec)
@@ -382,49 +462,43 @@ class Scheduler:
         if made.kv is not None:
             self._take_kv_output(made.kv)
             self._news |= bool(made.kv)
-        for request_id, num_tokens in out.num_scheduled_tokens.items():
-            request = self._requests[request_id]
-            request.num_computed_tokens += num_tokens
-            self._items.let_go_computed(request)
-            token = made.sampled.get(request_id)
+        block_size, sampled = self.kv.block_size, made.sampled
+        for request, preemptions, num_tokens in self._in_flight.popleft():
+            if request.status.finished:
+                continue  # it ended while this step ran: nobody wants what it brought
+            is_current = request.preemptions == preemptions
+            if is_current:
+                request.num_executed_tokens += num_tokens
+                if request.held_items:
+                    self._items.let_go_computed(request)
+                if request.num_executed_tokens >= (request.num_known_blocks + 1) * block_size:
+                    self.kv.cache_blocks(request, request.num_executed_tokens)
+            token = sampled.get(request.request_id)
             if token is not None:
+                if is_current:
+                    request.num_pending -= 1
                 self._take_token(request, token)
         self.stats.count("ec_evictions_total", self.cache.num_evictions - self._evictions_counted)
         self._evictions_counted = self.cache.num_evictions
-        ready, self._ready_outputs = self._ready_outputs, []
-        return outputs + ready
+        return outputs + self._outputs.take()
 
     def _take_token(self, request: Request, token: int) -> None:
         request.output_token_ids.append(token)
         self.stats.count("generation_tokens_total")
-        now = time.time()
         if not request.first_token_s:
-            request.first_token_s = now
-            if request.num_cached_tokens == 0:
-                request.spans.append(Span("queue", request.arrival_s, request.scheduled_s, self.settings.where))
-                request.spans.append(self._span("prefill", request.scheduled_s))
-            if request.num_given_tokens == 0:
-                self.stats.observe("time_to_first_token_seconds", now - request.arrival_s)
-        ended = self._stops(request, token)
-        if ended is None and request.hand_over:
+            self._outputs.first_token(request)
+        if token in request.stop_ids:
+            ended = Ended(RequestStatus.FINISHED_STOPPED, FinishReason.STOP)
+        elif request.num_tokens >= request.max_total_tokens:
+            ended = Ended(RequestStatus.FINISHED_LENGTH, FinishReason.LENGTH)
+        elif request.hand_over:
             ended = Ended(RequestStatus.FINISHED_LENGTH)
-        if ended is None:
-            self._ready_outputs.append(EngineCoreOutput(request.request_id, new_token_ids=[token]))
+        else:
+            self._outputs.token(request, token)
             return
-        num_made = len(request.output_token_ids) - request.num_given_tokens
-        if num_made > 1:
-            per_token = (now - request.first_token_s) / (num_made - 1)
-            self.stats.observe("time_per_output_token_seconds", per_token)
-        self.stats.observe("e2e_request_latency_seconds", now - request.arrival_s)
+        self._outputs.last_token(request)
         self._remove(request)
         self._end(request, ended, new_token_ids=[token])
-
-    def _stops(self, request: Request, token: int) -> Ended | None:
-        if token in request.stop_ids:
-            return Ended(RequestStatus.FINISHED_STOPPED, FinishReason.STOP)
-        if request.num_tokens >= request.max_total_tokens:
-            return Ended(RequestStatus.FINISHED_LENGTH, FinishReason.LENGTH)
-        return None
 
     def _take_kv_output(self, made: KVConnectorOutput) -> None:
         assert self._kv_connector is not None
@@ -451,24 +525,22 @@ class Scheduler:
             return
         request.kv = None
         if not problem:
-            request.spans.append(self._span("kv_transfer", request.parked_s))
-            request.num_computed_tokens = request.num_cached_tokens = request.num_tokens - 1
-        else:
-            self.stats.count("kv_transfer_failures_total")
-            self.kv.free(request)
-            if self.settings.kv_load_failure_policy == "fail":
-                self._end(
-                    request,
-                    Ended(
-                        RequestStatus.FINISHED_ERROR,
-                        error_kind=ErrorKind.UNAVAILABLE,
-                        error=f"the KV blocks could not be pulled: {problem}",
-                    ),
-                )
-                return
-            request.recomputes = True
+            request.spans.append(self._outputs.span("kv_transfer", request.parked_s))
+            request.pulled = True
+            num_tokens = request.num_tokens - 1
+            request.num_computed_tokens = request.num_executed_tokens = request.num_cached_tokens = num_tokens
+            self.kv.cache_blocks(request, num_tokens)
+            self._resume(request)
+            return
+        self.stats.count("kv_transfer_failures_total")
+        self.kv.free(request)
+        if self.settings.kv_load_failure_policy == "fail":
+            reason = f"the KV blocks could not be pulled: {problem}"
+            self._end(request, Ended(RequestStatus.FINISHED_ERROR, error_kind=ErrorKind.UNAVAILABLE, error=reason))
+            return
+        request.recomputes = True
         request.status = RequestStatus.WAITING
-        self._waiting.appendleft(request)
+        self._waiting.push(request, time.time())
 
     # ---- ends ----
 
@@ -478,7 +550,7 @@ class Scheduler:
             self._running.remove(request)
         elif request.status in _PARKED:
             del self._parked[request.request_id]
-        else:
+        elif self._resuming.pop(request.request_id, None) is None:
             self._waiting.remove(request)
 
     def _end(
@@ -498,55 +570,27 @@ class Scheduler:
             self.kv.free(request)
         self._forget_in_runner(request)
         del self._requests[request.request_id]
-        if not tell:
-            return
-        if request.first_token_s and not request.hand_over:
-            pulled = request.num_cached_tokens > 0
-            request.spans.append(self._span("decode", request.scheduled_s if pulled else request.first_token_s))
-        self._ready_outputs.append(
-            EngineCoreOutput(
-                request.request_id,
-                new_token_ids=new_token_ids or [],
-                finished=True,
-                finish_reason=ended.reason,
-                kv=ended.kv,
-                missing=ended.missing,
-                error_kind=ended.error_kind,
-                error=ended.error,
-                spans=request.spans,
-                usage=Usage(
-                    prompt_tokens=request.num_prompt_tokens,
-                    completion_tokens=len(request.output_token_ids),
-                    cached_tokens=request.num_cached_tokens if request.num_given_tokens == 0 else 0,
-                    image_tokens=request.image_tokens,
-                ),
-            )
-        )
+        if tell:
+            self._outputs.end(request, ended, new_token_ids or [])
 
     def _forget_in_runner(self, request: Request) -> None:
         if request.request_id in self._known:
             self._known.discard(request.request_id)
             self._forget.append(request.request_id)
 
-    def refuse(self, request_id: str, kind: ErrorKind, reason: str) -> None:
-        """End a request that was never taken, in the next step's outputs."""
-        self._ready_outputs.append(EngineCoreOutput(request_id, finished=True, error_kind=kind, error=reason))
-
     def _too_large(self, num_embeds: int) -> str:
         return (
             f"image has {num_embeds} embeddings, the encoder buffer holds {self.cache.num_rows} (--encoder-cache-bytes)"
         )
 
-    def _span(self, name: str, start_s: float, note: str = "") -> Span:
-        return Span(name, start_s, time.time(), self.settings.where, note)
-
     # ---- state ----
 
     def make_stats(self) -> EngineStats:
         """The state after a step."""
+        waiting = len(self._waiting) + len(self._parked) + len(self._resuming) + len(self.encodes)
         return EngineStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._parked) + len(self.encodes),
+            num_waiting=waiting,
             kv_blocks_total=self.kv.pool.num_blocks,
             kv_blocks_held=self.kv.pool.num_held,
             kv_leases=self.kv.num_leases,

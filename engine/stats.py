@@ -7,6 +7,8 @@ COUNTERS = (
     "prompt_tokens_total",
     "generation_tokens_total",
     "num_preemptions_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
     "ec_hits_total",
     "ec_misses_total",
     "ec_bytes_total",

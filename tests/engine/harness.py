@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import torch
 
@@ -126,6 +127,7 @@ class Bench:
             self.store,
             self.peer,
         )
+        self._num_added = 0
         self.loading: list[str] = []
         self.preparing: list[str] = []
         self.saving: list[str] = []
@@ -146,19 +148,26 @@ class Bench:
         kv: KVHandle | None = None,
         given: int = 0,
         source: str = "",
+        prompt: list[int] | None = None,
+        tenant: str = "",
+        priority: int = 0,
     ) -> None:
-        """A generation. `images`: (key, offset, number of embeddings)."""
+        """A generation. `images`: (key, offset, number of embeddings). Without a `prompt`, one that no other shares."""
+        self._num_added += 1
+        prompt = prompt or [10_000 * self._num_added + i for i in range(num_tokens)]
         features = [PlacedFeature(Feature(k, n, (1, 2, 2 * n), 8, source=source), o) for k, o, n in images or []]
         self.scheduler.add_request(
             EngineCoreRequest(
                 request_id,
                 time.time(),
-                prompt_token_ids=list(range(num_tokens)),
+                prompt_token_ids=prompt,
                 features=features,
                 sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
                 output_token_ids=[1] * given,
                 hand_over=hand_over,
                 kv=kv,
+                tenant=tenant,
+                priority=priority,
             )
         )
 
@@ -200,9 +209,9 @@ class Bench:
             self.leased += [lease.request_id for lease in out.kv_metadata.leases]
             self.cancelled += out.kv_metadata.cancels
         sampled = {}
-        for request_id, num in out.num_scheduled_tokens.items():
+        for request_id in out.num_scheduled_tokens:
             request = self.scheduler._requests[request_id]
-            if request.num_computed_tokens + num == request.num_tokens:
+            if request.num_pending:
                 sampled[request_id] = 7
         made = ModelRunnerOutput(
             sampled=sampled,
@@ -228,9 +237,18 @@ class Bench:
         """What must hold in every step."""
         scheduler = self.scheduler
         assert out.num_tokens <= scheduler.settings.max_num_batched_tokens
-        held = [block for request in scheduler._requests.values() for block in request.block_ids]
-        held += [block for blocks in self.kv._leased.values() for block in blocks]
-        assert len(held) == len(set(held)) == self.kv.pool.num_held, "a block is lost, or in two hands"
+        held = Counter(block for request in scheduler._requests.values() for block in request.block_ids)
+        held.update(block for blocks in self.kv._leased.values() for block in blocks)
+        pool = self.kv.pool
+        assert {block: pool.refs(block) for block in range(pool.num_blocks) if pool.refs(block)} == held
+        assert pool.num_held == len(held), "a block is lost, or free and held"
+        for request in scheduler._running:  # nobody writes to what others share
+            written = request.num_computed_tokens - out.num_scheduled_tokens.get(request.request_id, 0)
+            for block in request.block_ids[written // self.kv.block_size :]:
+                assert pool.refs(block) == 1, "a block that is written to is in two hands"
+        for request in scheduler._waiting:
+            assert not request.block_ids, "a request that waits for its first turn holds blocks"
+            assert not request.held_items, "a request that waits for its first turn holds items"
         assert len(scheduler._known) <= scheduler.settings.max_num_seqs
         rows = sorted((i.where.start, i.where.num_rows) for i in self.cache._items.values())
         rows += sorted((hole.start, hole.num_rows) for hole in self.cache._free)

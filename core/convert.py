@@ -29,6 +29,7 @@ MAX_WIDTH = 1 << 20
 MAX_GRID = 1 << 20
 MAX_HANDLE_PARAMS_BYTES = 1 << 20
 MAX_NAME_LENGTH = 256
+MAX_PRIORITY = 100
 MAX_SOURCE_LENGTH = 1024  # connectors.ec.base.MAX_SOURCE_CHARS
 MAX_REQUEST_ID_LENGTH = 128
 
@@ -51,6 +52,13 @@ def request_id_from_proto(text: str, *, name: str = "request_id") -> str:
     if not _REQUEST_ID.fullmatch(text):
         raise InvalidRequestError(f"{name} is not at most {MAX_REQUEST_ID_LENGTH} printable ASCII characters")
     return text
+
+
+def priority_from_proto(priority: int, *, name: str = "priority") -> int:
+    """Smaller runs earlier. The range is small so that a scheduler may keep a list for each."""
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequestError(f"{name}={priority} is not within -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    return priority
 
 
 def tenant_from_proto(text: str, *, name: str = "tenant") -> str:

@@ -62,6 +62,17 @@ def _option(name: str, kind: Parsed, help_text: str, default: Any = None) -> Cal
     )
 
 
+def _flag(name: str, help_text: str, default: bool) -> Callable[[_F], _F]:
+    return click.option(
+        f"{name}/--no-{name.removeprefix('--')}",
+        default=default,
+        envvar=env_var(name),
+        show_envvar=True,
+        show_default=True,
+        help=help_text,
+    )
+
+
 def serve_options(stage: Stage) -> Callable[[_F], _F]:
     """Decorator for the `serve` command of `stage`. Options without a default arrive as None."""
     has_kv = stage in _KV_ROLES
@@ -86,6 +97,14 @@ def serve_options(stage: Stage) -> Callable[[_F], _F]:
         _option("--max-num-seqs", integer(1), "Most requests in one batch.", 64),
         _option("--max-num-batched-tokens", integer(1), "Most tokens in one step.", 2048),
         _option("--max-waiting", integer(0), "Most requests that wait; more are refused.", 1024),
+        _flag("--enable-prefix-caching", "Keep the KV of ended requests for others that begin alike.", True),
+        _option(
+            "--long-prefill-token-threshold",
+            integer(0),
+            "Most tokens of one prompt in a step that others decode in; 0: no limit.",
+            512,
+        ),
+        _option("--max-num-partial-prefills", integer(1), "Prompts that may be computed in part at a time.", 2),
         _option("--block-size", integer(1, 1024), "Tokens in a KV block.", 16),
         _option("--num-gpu-blocks", integer(1), "KV blocks [default: what memory leaves]."),
         _option(
@@ -170,6 +189,9 @@ def _engine_config(stage: Stage, options: dict[str, Any], model: Path, where: st
         max_num_seqs=options["max_num_seqs"],
         max_num_batched_tokens=options["max_num_batched_tokens"],
         max_waiting=options["max_waiting"],
+        enable_prefix_caching=options["enable_prefix_caching"],
+        long_prefill_token_threshold=options["long_prefill_token_threshold"],
+        max_num_partial_prefills=options["max_num_partial_prefills"],
         block_size=options["block_size"],
         num_gpu_blocks=options["num_gpu_blocks"],
         gpu_memory_utilization=options["gpu_memory_utilization"],

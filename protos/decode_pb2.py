@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x0btriptych.v1\x1a\x13protos/common.proto\"\xe7\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08\x66\x65\x61tures\x18\x03 \x03(\x0b\x32\x1a.triptych.v1.PlacedFeature\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12!\n\x02kv\x18\x06 \x01(\x0b\x32\x15.triptych.v1.KvHandle\x12\x0e\n\x06tenant\x18\x07 \x01(\t\"\x8c\x01\n\x0e\x44\x65\x63odeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.triptych.v1.DecodeFinished\x12*\n\x07missing\x18\x04 \x01(\x0b\x32\x19.triptych.v1.MissingItems\"\x87\x01\n\x0e\x44\x65\x63odeFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\x12 \n\x05spans\x18\x03 \x03(\x0b\x32\x11.triptych.v1.Span2\xd5\x01\n\x06\x44\x65\x63ode\x12\x43\n\x06\x44\x65\x63ode\x12\x1a.triptych.v1.DecodeRequest\x1a\x1b.triptych.v1.DecodeResponse0\x01\x12K\n\rGetServerInfo\x12!.triptych.v1.GetServerInfoRequest\x1a\x17.triptych.v1.ServerInfo\x12\x39\n\x07GetLoad\x12\x1b.triptych.v1.GetLoadRequest\x1a\x11.triptych.v1.Loadb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x0btriptych.v1\x1a\x13protos/common.proto\"\xf9\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08\x66\x65\x61tures\x18\x03 \x03(\x0b\x32\x1a.triptych.v1.PlacedFeature\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12!\n\x02kv\x18\x06 \x01(\x0b\x32\x15.triptych.v1.KvHandle\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\"\x8c\x01\n\x0e\x44\x65\x63odeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.triptych.v1.DecodeFinished\x12*\n\x07missing\x18\x04 \x01(\x0b\x32\x19.triptych.v1.MissingItems\"\x87\x01\n\x0e\x44\x65\x63odeFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\x12 \n\x05spans\x18\x03 \x03(\x0b\x32\x11.triptych.v1.Span2\xd5\x01\n\x06\x44\x65\x63ode\x12\x43\n\x06\x44\x65\x63ode\x12\x1a.triptych.v1.DecodeRequest\x1a\x1b.triptych.v1.DecodeResponse0\x01\x12K\n\rGetServerInfo\x12!.triptych.v1.GetServerInfoRequest\x1a\x17.triptych.v1.ServerInfo\x12\x39\n\x07GetLoad\x12\x1b.triptych.v1.GetLoadRequest\x1a\x11.triptych.v1.Loadb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,11 +33,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.decode_pb2', _global
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODEREQUEST']._serialized_start=58
-  _globals['_DECODEREQUEST']._serialized_end=289
-  _globals['_DECODERESPONSE']._serialized_start=292
-  _globals['_DECODERESPONSE']._serialized_end=432
-  _globals['_DECODEFINISHED']._serialized_start=435
-  _globals['_DECODEFINISHED']._serialized_end=570
-  _globals['_DECODE']._serialized_start=573
-  _globals['_DECODE']._serialized_end=786
+  _globals['_DECODEREQUEST']._serialized_end=307
+  _globals['_DECODERESPONSE']._serialized_start=310
+  _globals['_DECODERESPONSE']._serialized_end=450
+  _globals['_DECODEFINISHED']._serialized_start=453
+  _globals['_DECODEFINISHED']._serialized_end=588
+  _globals['_DECODE']._serialized_start=591
+  _globals['_DECODE']._serialized_end=804
 # @@protoc_insertion_point(module_scope)

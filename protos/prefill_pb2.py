@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\x0btriptych.v1\x1a\x13protos/common.proto\"\x9b\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.triptych.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.triptych.v1.TokenPromptH\x00\x12/\n\x08\x65xpanded\x18\x07 \x01(\x0b\x32\x1b.triptych.v1.ExpandedPromptH\x00\x12&\n\x08\x66\x65\x61tures\x18\x04 \x03(\x0b\x32\x14.triptych.v1.Feature\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x06 \x01(\tB\x08\n\x06prompt\"r\n\x0e\x45xpandedPrompt\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12,\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32\x1a.triptych.v1.PlacedFeature\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\"\x99\x01\n\x0fPrefillResponse\x12+\n\tprefilled\x18\x01 \x01(\x0b\x32\x16.triptych.v1.PrefilledH\x00\x12,\n\x07missing\x18\x02 \x01(\x0b\x32\x19.triptych.v1.MissingItemsH\x00\x12 \n\x05spans\x18\x03 \x03(\x0b\x32\x11.triptych.v1.SpanB\t\n\x07outcome\"\xeb\x01\n\tPrefilled\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12,\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32\x1a.triptych.v1.PlacedFeature\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12!\n\x02kv\x18\x06 \x01(\x0b\x32\x15.triptych.v1.KvHandle\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.triptych.v1.Usage\"G\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x02kv\x18\x02 \x01(\x0b\x32\x15.triptych.v1.KvHandle\"\x11\n\x0fReleaseResponse2\x9d\x02\n\x07Prefill\x12\x44\n\x07Prefill\x12\x1b.triptych.v1.PrefillRequest\x1a\x1c.triptych.v1.PrefillResponse\x12\x44\n\x07Release\x12\x1b.triptych.v1.ReleaseRequest\x1a\x1c.triptych.v1.ReleaseResponse\x12K\n\rGetServerInfo\x12!.triptych.v1.GetServerInfoRequest\x1a\x17.triptych.v1.ServerInfo\x12\x39\n\x07GetLoad\x12\x1b.triptych.v1.GetLoadRequest\x1a\x11.triptych.v1.Loadb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\x0btriptych.v1\x1a\x13protos/common.proto\"\xad\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.triptych.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.triptych.v1.TokenPromptH\x00\x12/\n\x08\x65xpanded\x18\x07 \x01(\x0b\x32\x1b.triptych.v1.ExpandedPromptH\x00\x12&\n\x08\x66\x65\x61tures\x18\x04 \x03(\x0b\x32\x14.triptych.v1.Feature\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x42\x08\n\x06prompt\"r\n\x0e\x45xpandedPrompt\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12,\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32\x1a.triptych.v1.PlacedFeature\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\"\x99\x01\n\x0fPrefillResponse\x12+\n\tprefilled\x18\x01 \x01(\x0b\x32\x16.triptych.v1.PrefilledH\x00\x12,\n\x07missing\x18\x02 \x01(\x0b\x32\x19.triptych.v1.MissingItemsH\x00\x12 \n\x05spans\x18\x03 \x03(\x0b\x32\x11.triptych.v1.SpanB\t\n\x07outcome\"\xeb\x01\n\tPrefilled\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12,\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32\x1a.triptych.v1.PlacedFeature\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12!\n\x02kv\x18\x06 \x01(\x0b\x32\x15.triptych.v1.KvHandle\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.triptych.v1.Usage\"G\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x02kv\x18\x02 \x01(\x0b\x32\x15.triptych.v1.KvHandle\"\x11\n\x0fReleaseResponse2\x9d\x02\n\x07Prefill\x12\x44\n\x07Prefill\x12\x1b.triptych.v1.PrefillRequest\x1a\x1c.triptych.v1.PrefillResponse\x12\x44\n\x07Release\x12\x1b.triptych.v1.ReleaseRequest\x1a\x1c.triptych.v1.ReleaseResponse\x12K\n\rGetServerInfo\x12!.triptych.v1.GetServerInfoRequest\x1a\x17.triptych.v1.ServerInfo\x12\x39\n\x07GetLoad\x12\x1b.triptych.v1.GetLoadRequest\x1a\x11.triptych.v1.Loadb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.prefill_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=59
-  _globals['_PREFILLREQUEST']._serialized_end=342
-  _globals['_EXPANDEDPROMPT']._serialized_start=344
-  _globals['_EXPANDEDPROMPT']._serialized_end=458
-  _globals['_PREFILLRESPONSE']._serialized_start=461
-  _globals['_PREFILLRESPONSE']._serialized_end=614
-  _globals['_PREFILLED']._serialized_start=617
-  _globals['_PREFILLED']._serialized_end=852
-  _globals['_RELEASEREQUEST']._serialized_start=854
-  _globals['_RELEASEREQUEST']._serialized_end=925
-  _globals['_RELEASERESPONSE']._serialized_start=927
-  _globals['_RELEASERESPONSE']._serialized_end=944
-  _globals['_PREFILL']._serialized_start=947
-  _globals['_PREFILL']._serialized_end=1232
+  _globals['_PREFILLREQUEST']._serialized_end=360
+  _globals['_EXPANDEDPROMPT']._serialized_start=362
+  _globals['_EXPANDEDPROMPT']._serialized_end=476
+  _globals['_PREFILLRESPONSE']._serialized_start=479
+  _globals['_PREFILLRESPONSE']._serialized_end=632
+  _globals['_PREFILLED']._serialized_start=635
+  _globals['_PREFILLED']._serialized_end=870
+  _globals['_RELEASEREQUEST']._serialized_start=872
+  _globals['_RELEASEREQUEST']._serialized_end=943
+  _globals['_RELEASERESPONSE']._serialized_start=945
+  _globals['_RELEASERESPONSE']._serialized_end=962
+  _globals['_PREFILL']._serialized_start=965
+  _globals['_PREFILL']._serialized_end=1250
 # @@protoc_insertion_point(module_scope)

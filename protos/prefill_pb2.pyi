@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "chat", "tokens", "expanded", "features", "sampling", "tenant")
+    __slots__ = ("request_id", "chat", "tokens", "expanded", "features", "sampling", "tenant", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class PrefillRequest(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     chat: _common_pb2.ChatPrompt
     tokens: _common_pb2.TokenPrompt
@@ -23,7 +24,8 @@ class PrefillRequest(_message.Message):
     features: _containers.RepeatedCompositeFieldContainer[_common_pb2.Feature]
     sampling: _common_pb2.SamplingParams
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., chat: _Optional[_Union[_common_pb2.ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[_common_pb2.TokenPrompt, _Mapping]] = ..., expanded: _Optional[_Union[ExpandedPrompt, _Mapping]] = ..., features: _Optional[_Iterable[_Union[_common_pb2.Feature, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., chat: _Optional[_Union[_common_pb2.ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[_common_pb2.TokenPrompt, _Mapping]] = ..., expanded: _Optional[_Union[ExpandedPrompt, _Mapping]] = ..., features: _Optional[_Iterable[_Union[_common_pb2.Feature, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class ExpandedPrompt(_message.Message):
     __slots__ = ("prompt_token_ids", "features", "output_token_ids")

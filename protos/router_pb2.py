@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/router.proto\x12\x0btriptych.v1\x1a\x13protos/common.proto\"\xc2\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.triptych.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.triptych.v1.TokenPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.triptych.v1.SamplingParamsB\x08\n\x06prompt\"x\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12/\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1d.triptych.v1.GenerateFinished\"\x8c\x01\n\x10GenerateFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\x12#\n\x08timeline\x18\x03 \x03(\x0b\x32\x11.triptych.v1.Span2\xdb\x01\n\x06Router\x12I\n\x08Generate\x12\x1c.triptych.v1.GenerateRequest\x1a\x1d.triptych.v1.GenerateResponse0\x01\x12K\n\rGetServerInfo\x12!.triptych.v1.GetServerInfoRequest\x1a\x17.triptych.v1.ServerInfo\x12\x39\n\x07GetLoad\x12\x1b.triptych.v1.GetLoadRequest\x1a\x11.triptych.v1.Loadb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/router.proto\x12\x0btriptych.v1\x1a\x13protos/common.proto\"\xd4\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.triptych.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.triptych.v1.TokenPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x42\x08\n\x06prompt\"x\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12/\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1d.triptych.v1.GenerateFinished\"\x8c\x01\n\x10GenerateFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\x12#\n\x08timeline\x18\x03 \x03(\x0b\x32\x11.triptych.v1.Span2\xdb\x01\n\x06Router\x12I\n\x08Generate\x12\x1c.triptych.v1.GenerateRequest\x1a\x1d.triptych.v1.GenerateResponse0\x01\x12K\n\rGetServerInfo\x12!.triptych.v1.GetServerInfoRequest\x1a\x17.triptych.v1.ServerInfo\x12\x39\n\x07GetLoad\x12\x1b.triptych.v1.GetLoadRequest\x1a\x11.triptych.v1.Loadb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,11 +33,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.router_pb2', _global
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=58
-  _globals['_GENERATEREQUEST']._serialized_end=252
-  _globals['_GENERATERESPONSE']._serialized_start=254
-  _globals['_GENERATERESPONSE']._serialized_end=374
-  _globals['_GENERATEFINISHED']._serialized_start=377
-  _globals['_GENERATEFINISHED']._serialized_end=517
-  _globals['_ROUTER']._serialized_start=520
-  _globals['_ROUTER']._serialized_end=739
+  _globals['_GENERATEREQUEST']._serialized_end=270
+  _globals['_GENERATERESPONSE']._serialized_start=272
+  _globals['_GENERATERESPONSE']._serialized_end=392
+  _globals['_GENERATEFINISHED']._serialized_start=395
+  _globals['_GENERATEFINISHED']._serialized_end=535
+  _globals['_ROUTER']._serialized_start=538
+  _globals['_ROUTER']._serialized_end=757
 # @@protoc_insertion_point(module_scope)

@@ -13,7 +13,7 @@ import asyncio
 import secrets
 import uuid
 
-from core.convert import reject_unknown_fields, sampling_from_proto
+from core.convert import priority_from_proto, reject_unknown_fields, sampling_from_proto
 from core.errors import DeadlineExceededError, InvalidRequestError
 from core.images import read_header
 from core.keys import content_hash
@@ -67,7 +67,7 @@ class Image:
 class Job:
     """An accepted request."""
 
-    __slots__ = ("chat", "deadline", "images", "request_id", "sampling", "shown_id", "tenant", "tokens")
+    __slots__ = ("chat", "deadline", "images", "priority", "request_id", "sampling", "shown_id", "tenant", "tokens")
 
     def __init__(self, request_id: str, shown_id: str, deadline: Deadline) -> None:
         self.request_id = request_id  # ours, unique; what the stages see
@@ -78,6 +78,7 @@ class Job:
         self.images: list[Image] = []  # in prompt order
         self.sampling = common_pb2.SamplingParams()
         self.tenant = ""
+        self.priority = 0
 
 
 async def admit(
@@ -90,8 +91,10 @@ async def admit(
         raise InvalidRequestError(f"request_id has {len(request.request_id)} characters, more than {_MAX_REQUEST_ID}")
     if request.model and request.model != served_model:
         raise InvalidRequestError(f"model={_shown(request.model)} is not served here, only {served_model!r}")
+    priority = priority_from_proto(request.priority)
     internal_id = uuid.uuid4().hex
     job = Job(internal_id, request.request_id or internal_id, deadline)
+    job.priority = priority
     sampling = sampling_from_proto(request.sampling)
     job.sampling.CopyFrom(request.sampling)
     if not sampling.greedy and sampling.seed is None:

@@ -97,6 +97,7 @@ class _Run:
             features=[self._features[image.content_hash] for image in job.images],
             sampling=job.sampling,
             tenant=job.tenant,
+            priority=job.priority,
         )
         while True:
             if await self._prefill(request):
@@ -228,6 +229,7 @@ class _Run:
             sampling=job.sampling,
             kv=self._handle,
             tenant=job.tenant,
+            priority=job.priority,
         )
         before = len(self._output)
         last: grpc.aio.AioRpcError | None = None
@@ -290,6 +292,7 @@ class _Run:
             ),
             sampling=self._job.sampling,
             tenant=self._job.tenant,
+            priority=self._job.priority,
         )
 
     # -- to the client --

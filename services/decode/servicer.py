@@ -13,6 +13,7 @@ from core.convert import (
     finish_reason_to_proto,
     kv_handle_from_proto,
     placed_from_proto,
+    priority_from_proto,
     request_id_from_proto,
     sampling_from_proto,
     spans_to_proto,
@@ -62,7 +63,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc]  # g
 
 def _to_core(request: decode_pb2.DecodeRequest, engine: Engine, max_images: int) -> EngineCoreRequest:
     request_id = request_id_from_proto(request.request_id)
-    tenant_from_proto(request.tenant)
+    tenant = tenant_from_proto(request.tenant)
+    priority = priority_from_proto(request.priority)
     prompt_token_ids = list(request.prompt_token_ids)
     features = placed_from_proto(request.features)
     output_token_ids = list(request.output_token_ids)
@@ -79,6 +81,8 @@ def _to_core(request: decode_pb2.DecodeRequest, engine: Engine, max_images: int)
         sampling=sampling_from_proto(request.sampling),
         output_token_ids=output_token_ids,
         kv=kv_handle_from_proto(request.kv),
+        tenant=tenant,
+        priority=priority,
     )
 
 

@@ -18,6 +18,7 @@ from core.convert import (
     kv_handle_to_proto,
     placed_from_proto,
     placed_to_proto,
+    priority_from_proto,
     request_id_from_proto,
     sampling_from_proto,
     spans_to_proto,
@@ -109,7 +110,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]  
 
     async def _to_core(self, request: prefill_pb2.PrefillRequest, engine: Engine) -> EngineCoreRequest:
         request_id = request_id_from_proto(request.request_id)
-        tenant_from_proto(request.tenant)
+        tenant = tenant_from_proto(request.tenant)
+        priority = priority_from_proto(request.priority)
         max_images = self._worker.config.max_images_per_prompt
         if request.ByteSize() > _INLINE_BYTES:
             # To tokenize a long text takes seconds, in which this event loop has others to answer.
@@ -124,6 +126,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]  
             sampling=sampling_from_proto(request.sampling),
             output_token_ids=output_token_ids,
             hand_over=True,
+            tenant=tenant,
+            priority=priority,
         )
 
 

@@ -8,6 +8,7 @@ from typing import NoReturn
 import click
 
 from cli.bench.command import bench
+from cli.connector_check import connector
 from cli.generate import generate
 from cli.up import up
 from core.errors import EXIT_CONFIG, ConfigError, TriptychError
@@ -25,6 +26,7 @@ def program() -> None:
 program.add_command(up)
 program.add_command(generate)
 program.add_command(bench)
+program.add_command(connector)
 
 
 def main() -> NoReturn:

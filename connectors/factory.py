@@ -14,10 +14,15 @@ from core.errors import ConfigError
 
 # Imported only when named, so that a connector's libraries are needed only by those who use it.
 _EC_CONNECTORS: Mapping[str, str] = {
+    "ECPeerConnector": "connectors.ec.peer",
+    "ECRedisConnector": "connectors.ec.redis_connector",
+    "ECSharedMemoryConnector": "connectors.ec.shared_memory",
     "ECSharedStorageConnector": "connectors.ec.shared_storage",
+    "ECTieredConnector": "connectors.ec.tiered",
 }
 _KV_CONNECTORS: Mapping[str, str] = {
     "KVPeerConnector": "connectors.kv.peer",
+    "KVSharedMemoryConnector": "connectors.kv.shared_memory",
 }
 
 Connector = TypeVar("Connector")
@@ -29,16 +34,26 @@ def make_ec_connector(connector: ConnectorConfig, config: ECConnectorConfig, sid
     Raises ConfigError, naming the option and its value, whatever is wrong with the name, the module, the class or the
     settings.
     """
-    base: type[ECConnectorBase] = ECConnectorBase  # type: ignore[type-abstract]
-    cls = _find_class(connector, "--ec-connector", _EC_CONNECTORS, base)
+    cls = ec_connector_class(connector)
     return _construct(cls, "--ec-connector", connector.name, config, side)
+
+
+def ec_connector_class(connector: ConnectorConfig) -> type[ECConnectorBase]:
+    """The class that the configuration names. Raises ConfigError."""
+    base: type[ECConnectorBase] = ECConnectorBase  # type: ignore[type-abstract]
+    return _find_class(connector, "--ec-connector", _EC_CONNECTORS, base)
 
 
 def make_kv_connector(connector: ConnectorConfig, config: KVConnectorConfig, side: KVSide) -> KVConnectorBase:
     """One side of a KV connector. As `make_ec_connector`."""
-    base: type[KVConnectorBase] = KVConnectorBase  # type: ignore[type-abstract]
-    cls = _find_class(connector, "--kv-connector", _KV_CONNECTORS, base)
+    cls = kv_connector_class(connector)
     return _construct(cls, "--kv-connector", connector.name, config, side)
+
+
+def kv_connector_class(connector: ConnectorConfig) -> type[KVConnectorBase]:
+    """The class that the configuration names. Raises ConfigError."""
+    base: type[KVConnectorBase] = KVConnectorBase  # type: ignore[type-abstract]
+    return _find_class(connector, "--kv-connector", _KV_CONNECTORS, base)
 
 
 def _find_class(

@@ -23,6 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     model: str  # a folder with config.json, weights, tokenizer and processor
     ec_role: ECRole
     ec_connector: ConnectorConfig
+    ec_fallback: ConnectorConfig | None = None  # where items go that `ec_connector` does not take
     kv_role: KVRole | None = None  # None: the engine keeps its KV to itself
     kv_connector: ConnectorConfig | None = None
     where: str = "engine-0"  # the name that timelines show
@@ -42,4 +43,6 @@ class EngineConfig(msgspec.Struct, frozen=True):
     max_images_per_prompt: int = 16
     tensor_parallel_size: int = 1
     kv_load_failure_policy: str = "recompute"  # or "fail"
+    distributed_executor_backend: str = "uni"  # or "mp": weights, caches and runner in a process of their own
+    async_scheduling: bool = False  # schedule a step while the one before it runs
     log_level: str = "INFO"

@@ -48,6 +48,8 @@ COUNTERS = {
     "vision_tower_images_total": "Images that went through the vision tower.",
     "kv_transfer_bytes_total": "Bytes of KV blocks pulled from other engines.",
     "kv_transfer_failures_total": "Pulls of KV blocks that failed.",
+    "kv_transfer_retries_total": "Messages and connections lost or damaged in pulls of KV blocks, and made good.",
+    "kv_transfers_same_host_total": "Pulls of KV blocks that went through memory shared by both engines.",
     "kv_leases_expired_total": "Leases that ended because nobody pulled or released in time.",
     "kv_recomputations_total": "Prompts computed again because their KV blocks could not be pulled.",
 }

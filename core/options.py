@@ -32,7 +32,9 @@ _EC_ROLES = {Stage.ENCODER: ECRole.PRODUCER, Stage.PREFILL: ECRole.CONSUMER, Sta
 _KV_ROLES = {Stage.PREFILL: KVRole.PRODUCER, Stage.DECODE: KVRole.CONSUMER}
 
 _STORAGE_CONNECTOR = "ECSharedStorageConnector"
+_EC_PEER_CONNECTOR = "ECPeerConnector"
 _PEER_CONNECTOR = "KVPeerConnector"
+_PULLED_FROM = (_EC_PEER_CONNECTOR, _PEER_CONNECTOR, "KVSharedMemoryConnector")
 #: Where `make demo` makes the demo model.
 _DEMO_MODEL = Path(__file__).resolve().parents[1] / ".cache" / "model"
 _MAX_IMAGES_LIMIT = 1024
@@ -113,11 +115,24 @@ def serve_options(stage: Stage) -> Callable[[_F], _F]:
         _option("--encoder-cache-bytes", integer(1), "Bytes of the encoder buffer [default: what memory leaves]."),
         _option("--limit-mm-per-prompt", json_object(), """Images in a prompt, as '{"image": 16}'."""),
         _option("--tensor-parallel-size", integer(1), "Only 1 so far.", 1),
+        _option(
+            "--distributed-executor-backend",
+            choice("uni", "mp"),
+            "Where the model runs: in the engine's process, or in one of its own.",
+            "uni",
+        ),
+        _flag("--async-scheduling", "Schedule a step while the one before it runs.", False),
         _option("--ec-role", choice(*ECRole), f"Part in the encoder cache.{ec_role_default}"),
         _option("--ec-connector", text(256), f"Class of the EC connector. [default: {_STORAGE_CONNECTOR}]"),
         _option("--ec-connector-module-path", text(1024), "Module of a connector that is not one of ours."),
         _option("--ec-connector-extra-config", json_object(), "Settings of the EC connector."),
-        _option("--ec-transfer-config", json_object(), "vLLM's spelling of the four options above."),
+        _flag("--ec-peer-fallback", "Consumers pull from the encoder what its store did not take.", True),
+        _option(
+            "--advertise-host",
+            text(255),
+            "Address of this machine under which other stages pull from it [default: 127.0.0.1].",
+        ),
+        _option("--ec-transfer-config", json_object(), "vLLM's spelling of role, connector, module path and settings."),
         _option("--kv-role", choice(*KVRole), f"Part in moving KV blocks.{kv_note or kv_role_default}"),
         _option(
             "--kv-connector", text(256), f"Class of the KV connector.{kv_note or f' [default: {_PEER_CONNECTOR}]'}"
@@ -180,6 +195,7 @@ def _engine_config(stage: Stage, options: dict[str, Any], model: Path, where: st
         model=str(model),
         ec_role=_ec_role(stage, options["ec_role"]),
         ec_connector=_ec_connector(options),
+        ec_fallback=_ec_fallback(options),
         kv_role=kv_role,
         kv_connector=_kv_connector(options) if kv_role is not None else None,
         where=where,
@@ -197,6 +213,8 @@ def _engine_config(stage: Stage, options: dict[str, Any], model: Path, where: st
         gpu_memory_utilization=options["gpu_memory_utilization"],
         encoder_cache_bytes=options["encoder_cache_bytes"],
         tensor_parallel_size=options["tensor_parallel_size"],
+        distributed_executor_backend=options["distributed_executor_backend"],
+        async_scheduling=options["async_scheduling"],
         kv_load_failure_policy=options["kv_load_failure_policy"] or "recompute",
         log_level=options["log_level"],
         **({} if images is None else {"max_images_per_prompt": images}),
@@ -266,18 +284,29 @@ def _ec_connector(options: dict[str, Any]) -> ConnectorConfig:
     extra = dict(options["ec_connector_extra_config"] or {})
     if name == _STORAGE_CONNECTOR and module_path is None and "shared_storage_path" not in extra:
         extra["shared_storage_path"] = str(default_storage_folder())
-    return ConnectorConfig(name=name, module_path=module_path, extra=extra)
+    return ConnectorConfig(name=name, module_path=module_path, extra=_advertised(name, module_path, extra, options))
+
+
+def _ec_fallback(options: dict[str, Any]) -> ConnectorConfig | None:
+    if not options["ec_peer_fallback"]:
+        return None
+    return ConnectorConfig(name=_EC_PEER_CONNECTOR, extra=_advertised(_EC_PEER_CONNECTOR, None, {}, options))
+
+
+def _advertised(name: str, module_path: str | None, extra: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """`extra` with `host`, where that is one of our connectors that others pull from and it does not say."""
+    if options["advertise_host"] is None or module_path is not None or name not in _PULLED_FROM:
+        return extra
+    return {"host": options["advertise_host"], **extra}
 
 
 def _kv_connector(options: dict[str, Any]) -> ConnectorConfig:
     module_path = options["kv_connector_module_path"]
     if module_path is not None and options["kv_connector"] is None:
         raise ConfigError("--kv-connector-module-path", module_path, "needs --kv-connector, the class in that module")
-    return ConnectorConfig(
-        name=options["kv_connector"] or _PEER_CONNECTOR,
-        module_path=module_path,
-        extra=dict(options["kv_connector_extra_config"] or {}),
-    )
+    name = options["kv_connector"] or _PEER_CONNECTOR
+    extra = dict(options["kv_connector_extra_config"] or {})
+    return ConnectorConfig(name=name, module_path=module_path, extra=_advertised(name, module_path, extra, options))
 
 
 def default_storage_folder() -> Path:

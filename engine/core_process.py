@@ -1,14 +1,15 @@
 """The engine's process: `python -m engine.core_process`, started by `engine/client.py` and by nobody else.
 
-It reads one line of JSON from its standard input, connects two ZMQ sockets, and steps while there is work. Everything
-happens on the main thread, the connectors' and the preparer's threads aside. When standard input closes, the parent is
-gone, and so is this process.
+It reads one line of JSON from its standard input, connects two ZMQ sockets, and steps while there is work. Scheduling,
+messages and outputs are on the main thread, which never waits for a step where the executor runs it elsewhere. When
+standard input closes, the parent is gone, and so is this process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import sys
@@ -19,17 +20,13 @@ import msgspec
 import zmq
 
 from core import logs
-from core.errors import ConfigError
+from core.errors import ConfigError, EngineError
 from engine.core import EngineCore
 from engine.protocol import EngineCoreOutputs
 from engine.wire import ENGINE_IDENTITY, EngineStart, Fatal, InMessage, OutMessage, Ready
 
 logger = logging.getLogger(__name__)
 
-#: With nothing to compute but something in the background, look again after so long even without being woken:
-#: connectors need not call `notify`, and leases end by themselves.
-_IDLE_POLL_MS = 5
-_LEASE_POLL_MS = 200
 #: Steps that end nothing still tell the state this often.
 _STATS_EVERY_S = 0.1
 
@@ -87,13 +84,14 @@ class CoreProcess:
             while self._take_input():
                 outputs = core.step()
                 now_s = time.monotonic()
-                if outputs or not core.scheduler.has_work or now_s - sent_s >= _STATS_EVERY_S:
+                if outputs or core.is_settled or now_s - sent_s >= _STATS_EVERY_S:
                     sent_s = now_s
                     made = EngineCoreOutputs(outputs=outputs, stats=core.scheduler.make_stats())
                     self.send(OutMessage(outputs=made))
         except Exception as error:
             logger.exception("the engine died")
-            self.send(OutMessage(outputs=EngineCoreOutputs(fatal=f"{type(error).__name__} in the engine's step")))
+            reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__} in the engine's step"
+            self.send(OutMessage(outputs=EngineCoreOutputs(fatal=reason)))
             raise
         finally:
             core.close()
@@ -102,15 +100,8 @@ class CoreProcess:
         """Take every message that is there; wait for one while there is nothing to do. False: shut down."""
         core = self._core
         while True:
-            if not core.has_work:
-                timeout_ms = -1
-            elif core.scheduler.can_step:
-                timeout_ms = 0
-            elif core.scheduler.has_work:
-                timeout_ms = _IDLE_POLL_MS
-            else:
-                timeout_ms = _LEASE_POLL_MS
-            ready = dict(self._poller.poll(timeout_ms))
+            wait_s = core.wait_s()
+            ready = dict(self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000)))
             self._wakeup.clear()
             told = self._input in ready
             if told:
@@ -127,7 +118,8 @@ class CoreProcess:
                         core.abort(request_id)
                     for request_id in message.release:
                         core.release(request_id)
-            if told or core.has_work:
+            core.check_health()
+            if told or core.wait_s() == 0.0:
                 return True
 
 

@@ -8,7 +8,7 @@ from core.config import EngineConfig
 from engine.core import EngineCore
 from engine.protocol import EngineCoreOutput, EngineCoreRequest, EngineInfo, EngineStats
 
-#: How long a step waits for background work where there is nothing to compute.
+#: How long a step waits for the step that runs, or for background work where there is nothing to compute.
 _IDLE_S = 0.005
 
 
@@ -36,9 +36,10 @@ class InprocClient:
         return self.core.scheduler.make_stats()
 
     def step(self) -> list[EngineCoreOutput]:
-        """One step; waits a moment first where nothing can be computed yet."""
-        if not self.core.scheduler.can_step:
-            self._awake.wait(_IDLE_S)
+        """What EngineCore.step does; waits a moment first where that is nothing yet."""
+        wait_s = self.core.wait_s()
+        if wait_s != 0.0:
+            self._awake.wait(_IDLE_S if wait_s is None else min(wait_s, _IDLE_S))
         self._awake.clear()
         return self.core.step()
 

@@ -4,6 +4,7 @@ sides."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,19 +121,29 @@ class ModelRunner:
         if self.vision:
             self.adapter.profile_vision(self.max_num_batched_tokens, self.device)
 
-    def allocate(self, sizes: CacheSizes) -> None:
-        """Make the KV cache and the encoder buffer. Nothing that is served is allocated after this."""
+    def allocate(self, sizes: CacheSizes, kv: KVConnectorBase | None) -> None:
+        """Make the KV cache, in the connector's memory if it has some, and the encoder buffer. Nothing that is served
+        is allocated after this."""
         adapter = self.adapter
-        self.kv_cache = self._new_kv_cache(sizes.num_blocks)
+        shape = self._kv_cache_shape(sizes.num_blocks)
+        memory = None
+        if kv is not None:
+            memory = kv.allocate_kv_cache(math.prod(shape) * adapter.dtype.itemsize, self.device)
+        if memory is None:
+            self.kv_cache = self._new_kv_cache(sizes.num_blocks)
+        else:
+            self.kv_cache = memory.view(adapter.dtype).view(shape)
         self.encoder_buffer = torch.empty(
             sizes.buffer_rows, adapter.embed_width, dtype=adapter.dtype, device=self.device
         )
 
     def _new_kv_cache(self, num_blocks: int) -> torch.Tensor:
-        adapter = self.adapter
-        shape = (num_blocks, adapter.num_layers, 2, self.block_size, adapter.num_kv_heads, adapter.head_dim)
         # Not zeros: on a CPU, pages that no request has reached take no memory. Nobody reads an unwritten row.
-        return torch.empty(shape, dtype=adapter.dtype, device=self.device)
+        return torch.empty(self._kv_cache_shape(num_blocks), dtype=self.adapter.dtype, device=self.device)
+
+    def _kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        adapter = self.adapter
+        return (num_blocks, adapter.num_layers, 2, self.block_size, adapter.num_kv_heads, adapter.head_dim)
 
     def attach(self, ec: ECConnectorBase, kv: KVConnectorBase | None) -> None:
         """Give the connectors their memory."""
@@ -149,10 +160,6 @@ class ModelRunner:
             self._ec.close()
         if self._kv is not None:
             self._kv.close()
-
-    @property
-    def num_leases(self) -> int:
-        return 0 if self._kv is None else self._kv.num_leases()
 
     # ---- a step ----
 

@@ -97,6 +97,8 @@ class RequestQueue:
         elif len(level.by_tag) > 2 * len(level.by_age) + 16:  # more that left than that are there
             level.by_tag = [entry for entry in level.by_tag if entry[3] in level.by_age]
             heapq.heapify(level.by_tag)
+        if not self._length:
+            self._tenant_tags.clear()  # nobody waits: all begin anew as equals
 
     def _insert(self, request: Request, *, oldest: bool) -> None:
         assert request.queue_tag is not None

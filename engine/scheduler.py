@@ -30,7 +30,7 @@ from bisect import insort
 from collections import deque
 
 from connectors.ec.base import ECConnectorBase
-from connectors.kv.base import KVConnectorBase, KVConnectorOutput
+from connectors.kv.base import SAME_HOST, KVConnectorBase, KVConnectorOutput
 from core.errors import IncompatibleError, TriptychError
 from core.types import FinishReason, KVRole
 from engine.encode_queue import EncodeQueue
@@ -115,6 +115,7 @@ class Scheduler:
             or self._forget
             or self._in_flight
             or self._items.is_loading
+            or (self._kv_connector is not None and self._kv_connector.has_orders)
         )
 
     @property
@@ -158,6 +159,8 @@ class Scheduler:
             self._items.look_ahead(request, num_computed)
         self._requests[request.request_id] = request
         self._waiting.push(request, time.time())
+        if request.kv is not None and self._kv_connector is not None:
+            self._kv_connector.expect_recv(request.request_id, request.kv)
         self.stats.count("prompt_tokens_total", request.num_prompt_tokens)
 
     def abort(self, request_id: str) -> None:
@@ -505,32 +508,39 @@ class Scheduler:
         self._kv_connector.update_connector_output(made)
         self.stats.count("kv_transfer_bytes_total", made.bytes_received)
         self.stats.count("kv_leases_expired_total", len(made.expired_sending))
+        self.stats.count("kv_transfer_retries_total", made.num_retries)
+        self.stats.count("kv_transfers_same_host_total", sum(road == SAME_HOST for road in made.roads.values()))
         for seconds in made.seconds_receiving:
             self.stats.observe("kv_transfer_seconds", seconds)
         for request_id in made.finished_sending:
             if self.kv.has_lease(request_id):
                 self.kv.end_lease(request_id)
         for request_id in made.finished_recving:
-            self._pulled(request_id, "")
+            self._pulled(request_id, "", note=made.roads.get(request_id, ""))
         for request_id, reason in made.failed_recving.items():
             self._pulled(request_id, reason)
+        for request_id in made.given_up_recving:
+            self._pulled(request_id, "the router gave the KV blocks up", given_up=True)
 
-    def _pulled(self, request_id: str, problem: str) -> None:
+    def _pulled(self, request_id: str, problem: str, *, note: str = "", given_up: bool = False) -> None:
         request = self._parked.get(request_id)
         if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             return  # as for loads: reported twice
         del self._parked[request_id]
+        request.kv = None
         if request.aborted:
             self._end(request, Ended(RequestStatus.FINISHED_ABORTED), tell=False)
             return
-        request.kv = None
         if not problem:
-            request.spans.append(self._outputs.span("kv_transfer", request.parked_s))
+            request.spans.append(self._outputs.span("kv_transfer", request.parked_s, note))
             request.pulled = True
             num_tokens = request.num_tokens - 1
             request.num_computed_tokens = request.num_executed_tokens = request.num_cached_tokens = num_tokens
             self.kv.cache_blocks(request, num_tokens)
             self._resume(request)
+            return
+        if given_up:  # its own cancel is on the way, or lost: nobody reads what this request would say
+            self._end(request, Ended(RequestStatus.FINISHED_ERROR, error_kind=ErrorKind.UNAVAILABLE, error=problem))
             return
         self.stats.count("kv_transfer_failures_total")
         self.kv.free(request)
@@ -560,6 +570,8 @@ class Scheduler:
         self._news = True  # what it held may be what others wait for
         request.status = ended.status
         self._items.forget(request)
+        if request.kv is not None and self._kv_connector is not None:
+            self._kv_connector.cancel_recv(request.request_id)  # its blocks were not pulled, and will not be
         if request.hand_over and ended.status is RequestStatus.FINISHED_LENGTH and ended.reason is None:
             assert self._kv_connector is not None
             ended.kv = self._kv_connector.request_finished(

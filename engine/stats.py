@@ -22,6 +22,8 @@ COUNTERS = (
     "vision_tower_images_total",
     "kv_transfer_bytes_total",
     "kv_transfer_failures_total",
+    "kv_transfer_retries_total",
+    "kv_transfers_same_host_total",
     "kv_leases_expired_total",
     "kv_recomputations_total",
 )

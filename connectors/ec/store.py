@@ -52,8 +52,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 class LoadTarget:
     """Where one item is to go: `shape` `[num_embeds, width]` of `dtype`, `num_bytes` in all.
 
-    `write` may be called by one thread, in any order of offsets. After the time limit it raises AbandonedError and
-    touches nothing. What was written is read by nobody unless the store's `read` returns.
+    `write` and `fill` may be called by one thread, in any order of offsets. After the time limit they raise
+    AbandonedError and touch nothing. What was written is read by nobody unless the store's `read` returns.
     """
 
     def __init__(self, slice_: torch.Tensor, copies: DeviceCopies) -> None:
@@ -71,9 +71,7 @@ class LoadTarget:
         """Copy `data`, flat bytes, to `offset`. Chunks of CHUNK_BYTES keep `abandon` from waiting long. Raises
         ItemError where it does not fit."""
         view = memoryview(data).cast("B")
-        end = offset + view.nbytes
-        if not 0 <= offset <= end <= self.num_bytes:
-            raise ItemError(f"bytes {offset} to {end} of an item of {self.num_bytes}", damaged=True)
+        end = self._end(offset, view.nbytes)
         if not view.nbytes:
             return
         source = torch.frombuffer(view, dtype=torch.uint8)
@@ -81,6 +79,22 @@ class LoadTarget:
             if self._abandoned:
                 raise AbandonedError
             self._bytes[offset:end].copy_(source)
+
+    def fill(self, offset: int, num_bytes: int, read: Callable[[memoryview], None]) -> memoryview:
+        """`write` without a copy: `read` is handed the `num_bytes` at `offset` and fills them; they are returned, for a
+        checksum. Only for what cannot hang, and for a chunk at a time, since `abandon` waits for it."""
+        into = bytes_of(self._host)[offset : self._end(offset, num_bytes)]
+        with self._lock:
+            if self._abandoned:
+                raise AbandonedError
+            read(into)
+        return into
+
+    def _end(self, offset: int, num_bytes: int) -> int:
+        end = offset + num_bytes
+        if not 0 <= offset <= end <= self.num_bytes:
+            raise ItemError(f"bytes {offset} to {end} of an item of {self.num_bytes}", damaged=True)
+        return end
 
     def commit(self) -> None:
         """The connector's, after the store's `read`: bring it to the device. Raises AbandonedError."""

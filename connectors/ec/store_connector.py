@@ -56,6 +56,9 @@ class ECStoreConnector(ECConnectorBase):
         {torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
     )
 
+    #: Whether the scheduler side answers from look-ups in the store; a subclass that knows better sets it to False.
+    looks_up: ClassVar[bool] = True
+
     def __init__(self, config: ECConnectorConfig, side: ECSide) -> None:
         super().__init__(config, side)
         options = self.options = parse_options(self.options_type, config.extra, EC_EXTRA)
@@ -73,7 +76,7 @@ class ECStoreConnector(ECConnectorBase):
         self._output = ECConnectorOutput()
         self._lookup_failures = 0
         self._store = self.open_store(options)
-        if side is ECSide.SCHEDULER:
+        if side is ECSide.SCHEDULER and self.looks_up:
             # A consumer learns from a failed load that an item has gone. A producer never loads: were it to believe a
             # look-up for long, it would go on answering "cached" for an item that it is asked for because it vanished.
             positive_ttl_s = options.negative_ttl_s if config.role.produces else float("inf")
@@ -85,7 +88,7 @@ class ECStoreConnector(ECConnectorBase):
                 timeout_s=options.timeout_s,
                 on_timeout=self._lookup_hangs,
             )
-        else:
+        if side is ECSide.WORKER:
             self._jobs = JobThreads(options.num_threads, options.timeout_s, "ec-jobs")
             if config.role.produces:
                 self._maintenance = threading.Thread(target=self._maintain, name="ec-maintain", daemon=True)
@@ -177,7 +180,10 @@ class ECStoreConnector(ECConnectorBase):
         if not 0 <= start < end <= self._buffer.shape[0]:
             self._report_load(load.key, f"rows {start} to {end} are not in the encoder buffer")
             return
-        slice_ = self._buffer[start:end]  # [num_embeds, width]
+        self._load(jobs, load.key, self._buffer[start:end], ordered_s)
+
+    def _load(self, jobs: JobThreads, key: str, slice_: torch.Tensor, ordered_s: float) -> None:
+        """Begin to load an item into `slice_`, `[num_embeds, width]`."""
         target: LoadTarget | None = None
 
         def run(job: Job) -> None:
@@ -185,15 +191,15 @@ class ECStoreConnector(ECConnectorBase):
             made = target = LoadTarget(slice_, self._copies)
             if job.is_over:
                 return
-            reason = self._attempt(lambda: self._read(load.key, made))
+            reason = self._attempt(lambda: self._read(key, made))
             if job.finish():
-                self._report_load(load.key, reason, slice_.nbytes, time.monotonic() - ordered_s)
+                self._report_load(key, reason, slice_.nbytes, time.monotonic() - ordered_s)
 
         def expired(_job: Job) -> None:
             if target is not None:
                 target.abandon()
             self._breaker.failed()
-            self._report_load(load.key, self._too_slow())
+            self._report_load(key, self._too_slow())
 
         jobs.submit(Job(run, expired))
 

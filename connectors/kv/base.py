@@ -5,15 +5,17 @@ scheduler side never blocks and never does I/O, the worker side starts work on t
 is data, only the constructor and the handshake raise.
 
     producer (prefill)                                   consumer (decode)
-    request_finished    pin the blocks, make a handle    get_num_new_matched_tokens   what does the handle bring?
-    get_finished        which leases ended               update_state_after_alloc     blocks exist now: pull into them
+    request_finished    pin the blocks, make a handle    expect_recv                  a request with a handle came
+    get_finished        which leases ended               get_num_new_matched_tokens   what does the handle bring?
+                                                         update_state_after_alloc     blocks exist now: pull into them
                                                          start_load_kv                begin the pulls ordered
                                                          get_finished                 which pulls ended, and how
 
 A *lease* pins the producer's blocks from `request_finished` until the consumer acknowledges, the router releases the
 handle, or the lease's time is over; then the request id shows up in `finished_sending` and the engine frees the blocks.
-The consumer's blocks belong to the connector from `start_load_kv` until the request id shows up in `finished_recving`
-or `failed_recving`. A request that is aborted meanwhile is cancelled with `cancel_recv`, and still reported once.
+The consumer's blocks belong to the connector from `start_load_kv` until the request id shows up in `finished_recving`,
+`failed_recving` or `given_up_recving`. A request that is aborted meanwhile is cancelled with `cancel_recv`, and still
+reported once.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ import torch
 
 from core.struct import Struct, field
 from core.types import KVHandle, KVRole
+
+#: A pull's road, in `KVConnectorOutput.roads`, where the bytes went through memory shared by both engines.
+SAME_HOST = "shared memory"
 
 
 class KVSide(enum.StrEnum):
@@ -78,6 +83,7 @@ class KVConnectorMetadata(Struct, array_like=True):
     leases: list[KVLease] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)  # request ids whose pull is not wanted any more
     releases: list[str] = field(default_factory=list)  # request ids whose lease the router gave up
+    expected: dict[str, KVHandle] = field(default_factory=dict)  # pulls that will be ordered when there is room
 
 
 class KVConnectorOutput(Struct, array_like=True):
@@ -91,9 +97,12 @@ class KVConnectorOutput(Struct, array_like=True):
     failed_recving: dict[str, str] = field(default_factory=dict)  # request id -> reason; cancelled pulls too
     bytes_received: int = 0
     seconds_receiving: list[float] = field(default_factory=list)  # one value per request in finished_recving
+    given_up_recving: list[str] = field(default_factory=list)  # the router gave the lease up: nobody wants the request
+    roads: dict[str, str] = field(default_factory=dict)  # of those in finished_recving, how they came; for people
+    num_retries: int = 0  # messages and connections that were lost on the way, and made good
 
     def __bool__(self) -> bool:
-        return bool(self.finished_sending or self.finished_recving or self.failed_recving)
+        return bool(self.finished_sending or self.finished_recving or self.failed_recving or self.given_up_recving)
 
 
 class KVConnectorConfig(Struct, frozen=True):
@@ -119,6 +128,7 @@ class KVConnectorBase(ABC):
         self._leases: list[KVLease] = []
         self._cancels: list[str] = []
         self._releases: list[str] = []
+        self._expected: dict[str, KVHandle] = {}
         self._metadata: KVConnectorMetadata | None = None
         self._address = ""
 
@@ -128,6 +138,11 @@ class KVConnectorBase(ABC):
         """Take the worker side's `handshake()`, once, before the first request. The two sides may be in two processes,
         so the engine carries it across."""
         self._address = address
+
+    def expect_recv(self, request_id: str, handle: KVHandle) -> None:
+        """A request with a handle came: its pull will be ordered when there is room, or it ends in `cancel_recv`. A
+        connector whose leases are short keeps this one alive meanwhile. Not a promise: no report follows."""
+        self._expected[request_id] = handle
 
     def get_num_new_matched_tokens(self, handle: KVHandle) -> int:
         """How many tokens' keys and values the handle brings. Raises IncompatibleError where the layout differs, with
@@ -150,23 +165,35 @@ class KVConnectorBase(ABC):
 
     def cancel_recv(self, request_id: str) -> None:
         """A request whose pull was ordered is not wanted any more. Reported in `failed_recving` or
-        `finished_recving` all the same, and only then may its blocks be reused."""
+        `finished_recving` all the same, and only then may its blocks be reused. Where the pull was only expected,
+        nothing is reported. Unknown ids are ignored."""
         self._cancels.append(request_id)
 
     def release(self, request_id: str) -> None:
         """The router gave a handle up. Unknown ids are ignored."""
         self._releases.append(request_id)
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether a step is needed to carry orders to the worker side."""
+        return bool(self._pulls or self._leases or self._cancels or self._releases or self._expected)
+
     def build_connector_meta(self) -> KVConnectorMetadata:
         """The orders gathered since the last call. Called once a step."""
-        metadata = KVConnectorMetadata(self._pulls, self._leases, self._cancels, self._releases)
-        self._pulls, self._leases, self._cancels, self._releases = [], [], [], []
+        metadata = KVConnectorMetadata(self._pulls, self._leases, self._cancels, self._releases, self._expected)
+        self._pulls, self._leases, self._cancels, self._releases, self._expected = [], [], [], [], {}
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:  # noqa: B027 - optional hook
         """See what the worker side reported."""
 
     # ---- worker side ----
+
+    def allocate_kv_cache(self, num_bytes: int, device: torch.device) -> torch.Tensor | None:
+        """Memory for the cache where the connector wants it to be of a kind of its own: `[num_bytes]` uint8 on
+        `device`, whose pages take no memory before they are written to. None: the engine allocates it. Called once,
+        before `register_kv_caches`; raises ConfigError where the operator asked for what cannot be."""
+        return None
 
     @abstractmethod
     def register_kv_caches(self, blocks: torch.Tensor) -> None:
@@ -182,7 +209,7 @@ class KVConnectorBase(ABC):
 
     @abstractmethod
     def start_load_kv(self) -> None:
-        """Begin the orders of the bound metadata (pulls, leases, cancels, releases) and return."""
+        """Begin the orders of the bound metadata (expected pulls, pulls, leases, cancels, releases) and return."""
 
     @abstractmethod
     def get_finished(self) -> KVConnectorOutput:

@@ -1,24 +1,22 @@
-"""The consumer's end of one connection to one producer: handshake, pulls in a window, checksums, acknowledgements.
+"""The consumer's end of one connection to one producer: handshake, pieces in a window, checksums, acknowledgements.
 
-No thread of its own: `Puller`'s calls it. ZeroMQ would reconnect behind our back and lose what was in flight, so that
-is switched off: a connection that breaks says so through its monitor, all its transfers fail at once, and the next
-pull makes a new connection.
+No thread of its own: `Puller`'s calls it. A connection that breaks, falls silent or talks nonsense says so with
+BrokenError; the puller takes its transfers and goes on with what is missing of them over a new one.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable
 
 import numpy as np
-import xxhash
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from connectors.kv.base import KVLayout, KVPull
-from connectors.kv.rows import BlockRows, Bytes
+from connectors.kv.base import SAME_HOST, KVLayout
+from connectors.kv.rows import BlockRows, Bytes, checksum_of
+from connectors.kv.segment import MappedSegment, SameHost, UnreachableError, host_identity
+from connectors.kv.transfer import NETWORK, Piece, Transfer
 from connectors.kv.wire import (
     MAX_HEADER_BYTES,
     WIRE_VERSION,
@@ -27,51 +25,36 @@ from connectors.kv.wire import (
     HandleParams,
     Hello,
     MalformedError,
+    Places,
     Pull,
     Refused,
     Release,
-    Request,
+    Renew,
     Rows,
     Welcome,
     check_layout,
     decode_reply,
     encode,
 )
+from connectors.zmq_link import BrokenError, Link
 from core.errors import IncompatibleError
 
-#: Pulls in flight on one connection. Two keep the line busy while one message is checked and copied; the rest is slack.
+#: Pieces in flight on one connection. Two keep the line busy while one is checked and copied; the rest is slack.
 _WINDOW = 4
-_BROKEN = (
-    zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
-class BrokenError(Exception):
-    """The connection is of no use any more; holds the reason for every transfer on it."""
+class RefusedError(Exception):
+    """The producer and we do not fit: no other connection would do better. Holds the reason."""
 
 
-class Transfer:
-    """One pull under way."""
-
-    __slots__ = ("block_ids", "num_asked", "num_received", "ordered_s", "over", "params", "request_id")
-
-    def __init__(self, pull: KVPull, params: HandleParams, ordered_s: float) -> None:
-        self.request_id = pull.request_id
-        self.block_ids = pull.block_ids
-        self.params = params
-        self.ordered_s = ordered_s  # monotonic
-        self.num_asked = 0
-        self.num_received = 0
-        self.over = False
+class SilentError(BrokenError):
+    """The producer has said nothing for too long."""
 
 
 class Connection:
-    """`ended(transfer, reason)` is called once for each transfer, with None where all of it arrived. Methods may raise
-    BrokenError; `fail_all` and `close` are all that may be called then."""
+    """`ended(transfer, reason)` is called once for each transfer that is not taken back by `detach`, with None where
+    all of it arrived. Methods may raise BrokenError or RefusedError; `detach` and `close` are all that may be called
+    then."""
 
     def __init__(
         self,
@@ -79,35 +62,36 @@ class Connection:
         address: str,
         layout: KVLayout,
         rows: BlockRows,
-        blocks_per_message: int,
+        max_message_bytes: int,
         timeout_s: float,
+        same_host: SameHost,
         ended: Callable[[Transfer, str | None], None],
     ) -> None:
         self.address = address
         self._layout = layout
         self._rows = rows
-        self._blocks_per_message = blocks_per_message
         self._timeout_s = timeout_s
+        self._same_host = same_host
         self._ended = ended
         self._welcomed = False
-        self._transfers: deque[Transfer] = deque()
-        self._in_flight: deque[tuple[Pull, Transfer]] = deque()
+        self._transfers: dict[str, Transfer] = {}  # the oldest first
+        self._in_flight: dict[int, tuple[Piece, Transfer]] = {}  # by sequence, the oldest first
         self._sequences = itertools.count()
+        self._segment: MappedSegment | None = None
+        self._segment_problems: dict[str, str] = {}  # name -> why it could not be mapped
         self.last_progress_s = time.monotonic()
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.set(zmq.RECONNECT_IVL, -1)
-        self.socket.set(zmq.CONNECT_TIMEOUT, max(1, int(timeout_s * 1000)))
-        self.socket.set(zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, blocks_per_message * rows.row_bytes))
-        self.socket.set(zmq.RCVHWM, 2 * _WINDOW)
-        self.socket.set(zmq.IPV6, int("[" in address))
-        self.monitor = self.socket.get_monitor_socket(_BROKEN)
+        self.link = Link(
+            context,
+            address,
+            connect_timeout_s=timeout_s,
+            max_frame_bytes=max(MAX_HEADER_BYTES, max_message_bytes),
+            max_queued=2 * _WINDOW,
+        )
         try:
-            self.socket.connect(address)
-            self._send(Hello(WIRE_VERSION, layout))
-        except (zmq.ZMQError, BrokenError) as error:
-            self.close()
-            raise BrokenError(f"cannot connect to {address}: {error}") from None
+            self.link.send(encode(Hello(WIRE_VERSION, layout)))
+        except BrokenError:
+            self.link.close()
+            raise
 
     @property
     def idle(self) -> bool:
@@ -116,138 +100,197 @@ class Connection:
     @property
     def deadline_s(self) -> float | None:
         """When, on the monotonic clock, the peer must have said something. None where nothing is awaited."""
-        return None if self.idle else self.last_progress_s + self._timeout_s
+        return None if self.idle else self.last_progress_s + self._timeout_s / 2
 
     def add(self, transfer: Transfer) -> None:
-        """Begin to pull, behind what is there already."""
+        """Begin to pull, or go on, behind what is there already."""
+        problem = self._choose_road(transfer)
         if self.idle:
             self.last_progress_s = time.monotonic()
-        self._transfers.append(transfer)
+        self._transfers[transfer.request_id] = transfer
+        if problem:
+            self._end(transfer, problem)
         self._pump()
 
     def cancel(self, transfer: Transfer) -> None:
         """The blocks are not wanted any more: nothing is written to them from here on, and the producer may free
         its own."""
         self._end(transfer, "cancelled")
+        self._pump()
+
+    def renew(self, params: HandleParams) -> None:
+        """Say that a lease is wanted still."""
+        if self.idle:
+            self.last_progress_s = time.monotonic()  # a connection in use is not closed for idleness
+        self.link.send(encode(Renew(params.request_id, params.token)))
+
+    def release(self, params: HandleParams) -> None:
+        """Say that a lease is not wanted any more whose pull was not begun."""
+        self.link.send(encode(Release(params.request_id, params.token)))
 
     def receive(self) -> None:
         """Take in what has arrived."""
         for _ in range(2 * _WINDOW):
-            try:
-                header, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            message = self.link.receive()
+            if message is None:
                 return
             self.last_progress_s = time.monotonic()
+            header, *frames = message
             try:
                 reply = decode_reply(header.buffer)
             except MalformedError as error:
-                raise BrokenError(f"{self.address} does not speak our protocol: {error}") from None
+                reason = f"{self.address} does not speak our protocol: {error}"
+                raise BrokenError(reason, was_up=True) from None
             if isinstance(reply, Welcome):
                 self._take_welcome(reply)
             elif isinstance(reply, Refused):
-                raise BrokenError(f"{self.address} refused: {reply.reason}")
+                raise RefusedError(f"{self.address} refused: {reply.reason}")
             else:
                 self._take_answer(reply, frames)
             self._pump()
 
-    def check_monitor(self) -> None:
-        """Raise if the connection broke. Called after `receive`, so that what had arrived by then counts."""
-        try:
-            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        what = "was lost" if event["event"] == zmq.EVENT_DISCONNECTED else "could not be made"
-        raise BrokenError(f"the connection to {self.address} {what}")
-
-    def check_deadline(self, now_s: float) -> None:
-        """Raise if the peer has been silent for too long."""
+    def check_time(self, now_s: float) -> None:
+        """Raise if the peer has been silent for too long; ask again for what was passed over."""
         deadline_s = self.deadline_s
         if deadline_s is not None and now_s >= deadline_s:
-            raise BrokenError(f"{self.address} sent nothing for {self._timeout_s:g} s")
+            raise SilentError(f"{self.address} fell silent")
+        lost = [n for n, (piece, _) in self._in_flight.items() if now_s >= piece.asked_s + self._timeout_s]
+        for sequence in lost:
+            self._lose(sequence)
+        if lost:
+            self._pump()
 
-    def fail_all(self, reason: str) -> None:
-        """End every transfer; nothing more is sent."""
-        while self._transfers:
-            transfer = self._transfers.popleft()
-            transfer.over = True
-            self._ended(transfer, reason)
+    def detach(self) -> list[Transfer]:
+        """Give all transfers back, the oldest first, their missing pieces as they are; nothing more is sent."""
+        # Backwards, since each goes to the front of its transfer's.
+        for piece, transfer in reversed(self._in_flight.values()):
+            transfer.missing.appendleft(piece)
+        transfers = list(self._transfers.values())
+        self._in_flight.clear()
+        self._transfers.clear()
+        return transfers
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close()
-        self.socket.close()
+        self.link.close()
+
+    def _choose_road(self, transfer: Transfer) -> str:
+        """Map the producer's memory where that may be and can be. Returns why the transfer must fail."""
+        params = transfer.params
+        transfer.road = NETWORK
+        if self._same_host is SameHost.NEVER:
+            return ""
+        if not params.segment:
+            problem = "the producer's cache is not in shared memory"
+        elif params.segment in self._segment_problems:
+            problem = self._segment_problems[params.segment]
+        else:
+            try:
+                if self._segment is None or self._segment.name != params.segment:
+                    self._segment = MappedSegment(params.segment, params.instance, self._rows.row_bytes)
+                transfer.road = SAME_HOST
+                return ""
+            except UnreachableError as error:
+                problem = self._segment_problems[params.segment] = str(error)
+        if self._same_host is SameHost.ALWAYS:
+            return f"{problem}; the producer is on {params.host}, we are on {host_identity()}"
+        return ""
 
     def _take_welcome(self, welcome: Welcome) -> None:
         try:
             check_layout(welcome.version, self._layout, welcome.layout)
         except IncompatibleError as error:
-            raise BrokenError(f"{self.address} does not fit: {error}") from None
+            raise RefusedError(f"{self.address} does not fit: {error}") from None
         self._welcomed = True
 
-    def _take_answer(self, answer: Rows | Failed, frames: list[zmq.Frame]) -> None:
-        # Answers come in the order of their pulls. One that was passed over will not come any more.
-        while self._in_flight and self._in_flight[0][0].sequence < answer.sequence:
-            self._end(self._in_flight.popleft()[1], f"an answer of {self.address} was lost")
-        if not self._in_flight or self._in_flight[0][0].sequence != answer.sequence:
-            raise BrokenError(f"{self.address} answered what nobody asked")
-        pull, transfer = self._in_flight.popleft()
+    def _take_answer(self, answer: Rows | Places | Failed, frames: list[zmq.Frame]) -> None:
+        asked = self._in_flight.pop(answer.sequence, None)
+        if asked is None:
+            return  # cancelled or given up for lost since, and asked for again
+        piece, transfer = asked
         if transfer.over:
             return
+        # A producer answers the pulls of one lease in their order.
+        for sequence in [n for n, (_, other) in self._in_flight.items() if other is transfer and n < answer.sequence]:
+            self._lose(sequence)
+        if transfer.request_id not in self._transfers:
+            return
         if isinstance(answer, Failed):
+            transfer.given_up = answer.given_up
             self._end(transfer, f"{self.address}: {answer.reason}")
             return
-        reason = self._take_rows(pull, transfer, answer.checksums, frames)
-        if reason is not None:
-            self._end(transfer, f"{self.address}: {reason}")
+        if isinstance(answer, Places):
+            problem = self._copy_rows(piece, transfer, answer)
+        else:
+            problem = self._take_rows(piece, transfer, answer.checksum, frames)
+        if problem:
+            problem = f"{self.address}: {problem}"
+            if not transfer.again(piece, problem):
+                self._end(transfer, problem)
             return
-        transfer.num_received += pull.count
-        if transfer.num_received == len(transfer.block_ids):
+        transfer.received(piece)
+        if transfer.is_complete:
             self._end(transfer, None)
 
-    def _take_rows(self, pull: Pull, transfer: Transfer, checksums: list[int], frames: list[zmq.Frame]) -> str | None:
-        """Copy a message's blocks to where they belong, unless any is not what was sent; the reason then."""
+    def _take_rows(self, piece: Piece, transfer: Transfer, checksum: bytes, frames: list[zmq.Frame]) -> str:
+        """Copy a message's blocks to where they belong, unless they are not what was sent; the reason then."""
         rows: list[Bytes] = []
         for frame in frames:
             if len(frame) == 0 or len(frame) % self._rows.row_bytes:
                 return f"a frame of {len(frame)} bytes holds no whole number of blocks"
-            rows.extend(np.frombuffer(frame.buffer, dtype=np.uint8).reshape(-1, self._rows.row_bytes))
-        if not len(rows) == len(checksums) == pull.count:
-            return f"{len(rows)} blocks and {len(checksums)} checksums came for {pull.count} blocks"
-        for i, (row, checksum) in enumerate(zip(rows, checksums, strict=True)):
-            if xxhash.xxh3_64_intdigest(row.data) != checksum:
-                return f"checksum of block {pull.first + i} does not match"
-        self._rows.scatter(transfer.block_ids[pull.first : pull.first + pull.count], rows)
-        return None
+            rows.append(np.frombuffer(frame.buffer, dtype=np.uint8).reshape(-1, self._rows.row_bytes))
+        num_rows = sum(map(len, rows))
+        if num_rows != piece.count:
+            return f"{num_rows} blocks came for {piece.count}"
+        if checksum_of(rows) != checksum:
+            return f"the checksum of blocks {piece.first} to {piece.first + piece.count} does not match"
+        self._rows.scatter(transfer.block_ids[piece.first : piece.first + piece.count], rows)
+        return ""
+
+    def _copy_rows(self, piece: Piece, transfer: Transfer, places: Places) -> str:
+        """Copy a piece's blocks out of the producer's memory; the reason where what was copied is not what it meant,
+        which happens when the lease has ended and other requests use the blocks."""
+        if self._segment is None:
+            return "places came, and no memory is mapped"
+        theirs = places.block_ids
+        if len(theirs) != piece.count or max(theirs) >= len(self._segment.rows):
+            return f"{len(theirs)} places came for {piece.count} blocks of {len(self._segment.rows)} in memory"
+        ours = transfer.block_ids[piece.first : piece.first + piece.count]
+        if self._rows.copy_from(ours, self._segment.rows, theirs) != places.checksum:
+            return f"the checksum of blocks {piece.first} to {piece.first + piece.count} does not match"
+        return ""
+
+    def _lose(self, sequence: int) -> None:
+        piece, transfer = self._in_flight.pop(sequence)
+        problem = f"an answer of {self.address} was lost"
+        if not transfer.over and not transfer.again(piece, problem):
+            self._end(transfer, problem)
 
     def _pump(self) -> None:
         """Keep the window full, the oldest transfer first."""
         if not self._welcomed:
             return
-        for transfer in list(self._transfers):
-            if not transfer.block_ids:
+        for transfer in list(self._transfers.values()):
+            if transfer.is_complete:
                 self._end(transfer, None)
-            while len(self._in_flight) < _WINDOW and transfer.num_asked < len(transfer.block_ids):
-                count = min(self._blocks_per_message, len(transfer.block_ids) - transfer.num_asked)
-                params = transfer.params
-                pull = Pull(next(self._sequences), params.request_id, params.token, transfer.num_asked, count)
-                self._send(pull)
-                transfer.num_asked += count
-                self._in_flight.append((pull, transfer))
+            while len(self._in_flight) < _WINDOW and transfer.missing:
+                piece = transfer.missing.popleft()
+                params, sequence = transfer.params, next(self._sequences)
+                # First, so that a send which fails leaves the piece where `detach` finds it.
+                self._in_flight[sequence] = (piece, transfer)
+                piece.asked_s = time.monotonic()
+                mapped = transfer.road == SAME_HOST
+                self.link.send(
+                    encode(Pull(sequence, params.request_id, params.token, piece.first, piece.count, mapped))
+                )
 
     def _end(self, transfer: Transfer, reason: str | None) -> None:
         if transfer.over:
             return
         transfer.over = True
-        self._transfers.remove(transfer)
+        del self._transfers[transfer.request_id]
         params = transfer.params
         self._ended(transfer, reason)
         # A failed pull releases too: the consumer computes for itself then, and the producer's blocks have no other
         # use.
         kind = Ack if reason is None else Release
-        self._send(kind(params.request_id, params.token))
-
-    def _send(self, message: Request) -> None:
-        try:
-            self.socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise BrokenError(f"{self.address} takes nothing any more") from None
+        self.link.send(encode(kind(params.request_id, params.token)))

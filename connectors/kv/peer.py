@@ -2,6 +2,8 @@
 
 The scheduler side mints a token for each lease and writes it, with the worker side's address, into the handle. The
 worker side has one thread that serves (`server.py`) and one that pulls (`puller.py`); the messages are in `wire.py`.
+Where both ends share a host, the bytes do not go through the network: the consumer copies them out of the producer's
+memory (`segment.py`), and leases, acknowledgements and checksums take the same road as ever.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from connectors.kv.base import (
 from connectors.kv.leases import LeaseTable
 from connectors.kv.puller import Puller
 from connectors.kv.rows import BlockRows
+from connectors.kv.segment import SameHost, SharedSegment, host_identity
 from connectors.kv.server import BlockServer
+from connectors.kv.transfer import PullEnd
 from connectors.kv.wire import (
-    HOST_PATTERN,
     MAX_BLOCKS_PER_MESSAGE,
     WIRE_VERSION,
     HandleParams,
@@ -37,6 +40,7 @@ from connectors.kv.wire import (
     new_token,
 )
 from connectors.options import KV_EXTRA, parse_options
+from connectors.zmq_link import HOST_PATTERN, endpoint_of
 from core.errors import ConfigError, EngineError
 from core.types import KVHandle
 
@@ -52,9 +56,13 @@ class PeerOptions(msgspec.Struct, frozen=True):
     host: Annotated[str, msgspec.Meta(pattern=HOST_PATTERN)] = "127.0.0.1"  # under which consumers reach us
     bind_host: Annotated[str, msgspec.Meta(pattern=HOST_PATTERN)] | None = None  # None: `host`
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0  # 0: any that is free
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
-    blocks_per_message: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS_PER_MESSAGE)] = 64  # 16 MiB bound it too
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 30.0  # a lease ends if nobody renews it for so long
+    max_lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 600.0  # and is not renewed when it is so old
+    blocks_per_message: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS_PER_MESSAGE)] = (
+        MAX_BLOCKS_PER_MESSAGE  # 8 MiB bound it too
+    )
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0  # a peer that is silent so long is gone
+    same_host: SameHost = SameHost.AUTO
 
 
 class KVPeerConnector(KVConnectorBase):
@@ -62,17 +70,24 @@ class KVPeerConnector(KVConnectorBase):
 
     def __init__(self, config: KVConnectorConfig, side: KVSide) -> None:
         super().__init__(config, side)
-        self._options = parse_options(PeerOptions, config.extra, KV_EXTRA)
+        self._options = self._parse(config)
+        if self._options.max_lease_s < self._options.lease_s:
+            reason = f"is less than lease_s, {self._options.lease_s:g}"
+            raise ConfigError(f"{KV_EXTRA} max_lease_s", self._options.max_lease_s, reason)
         self._lock = threading.Lock()
         self._output = KVConnectorOutput()
-        self._table = LeaseTable(self._options.lease_s)
+        self._table = LeaseTable(self._options.lease_s, self._options.max_lease_s)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._segment: SharedSegment | None = None
         self._server: BlockServer | None = None
         self._puller: Puller | None = None
         if side is KVSide.WORKER:
             self._context = zmq.Context()
             if config.role.produces:
                 self._server = self._bind(self._context)
+
+    def _parse(self, config: KVConnectorConfig) -> PeerOptions:
+        return parse_options(PeerOptions, config.extra, KV_EXTRA)
 
     # ---- scheduler side ----
 
@@ -91,21 +106,41 @@ class KVPeerConnector(KVConnectorBase):
         return self._handle(request_id, len(block_ids), num_tokens, new_token())
 
     def _handle(self, request_id: str, num_blocks: int, num_tokens: int, token: str) -> KVHandle:
-        if not self._address:
+        address, _, segment = self._address.partition(" ")
+        if not address:
             raise EngineError("a KV handle was wanted before the handshake with the worker side")
         params = HandleParams(
             version=WIRE_VERSION,
-            address=self._address,
+            address=address,
             instance=self.config.instance,
             request_id=request_id,
             token=token,
             layout=self.config.layout,
             num_blocks=num_blocks,
             num_tokens=num_tokens,
+            lease_s=self._options.lease_s,
+            host=host_identity(),
+            segment=segment,
         )
         return KVHandle(type(self).__name__, encode(params), num_tokens)
 
     # ---- worker side ----
+
+    def allocate_kv_cache(self, num_bytes: int, device: torch.device) -> torch.Tensor | None:
+        same_host = self._options.same_host
+        if same_host is SameHost.NEVER or not self.config.role.produces:
+            return None
+        problem = "" if device.type == "cpu" else f"the cache is on {device}"
+        if not problem:
+            try:
+                self._segment = SharedSegment(num_bytes)
+                return self._segment.memory
+            except OSError as error:
+                problem = f"no shared memory can be had: {error}"
+        if same_host is SameHost.ALWAYS:
+            raise ConfigError("--kv-connector", type(self).__name__, problem)
+        log.info("KV blocks go over the network to every consumer: %s", problem)
+        return None
 
     def register_kv_caches(self, blocks: torch.Tensor) -> None:
         if blocks.shape[1:] != (self.config.layout.elements_per_block,):
@@ -113,8 +148,12 @@ class KVPeerConnector(KVConnectorBase):
         if self._context is None:
             raise ValueError("only the worker side takes a KV cache")
         rows = BlockRows(blocks)
+        if self._segment is not None:
+            if not self._segment.holds(blocks):
+                raise ValueError("the KV cache is not in the memory that was allocated for it")
+            self._segment.offer(self.config.instance, rows.num_blocks, rows.row_bytes)
         if self._server is not None:
-            self._server.start(rows)
+            self._server.start(rows, self._segment)
         if self.config.role.consumes:
             options = self._options
             self._puller = Puller(
@@ -124,30 +163,35 @@ class KVPeerConnector(KVConnectorBase):
                 rows,
                 options.blocks_per_message,
                 options.timeout_s,
+                options.same_host,
                 self._record_pull,
             )
 
     def handshake(self) -> str:
-        return _endpoint(self._options.host, self._server.port) if self._server is not None else ""
+        """The address, and after a space the name of the shared memory if there is one."""
+        if self._server is None:
+            return ""
+        address = endpoint_of(self._options.host, self._server.port)
+        return address if self._segment is None else f"{address} {self._segment.name}"
 
     def start_load_kv(self) -> None:
         if self._metadata is None:
             return
-        now_s = time.monotonic()
-        for lease in self._metadata.leases:
+        metadata, now_s = self._metadata, time.monotonic()
+        for lease in metadata.leases:
             self._table.add(lease, now_s)
         # Without a server nobody can pull, and no thread would see the lease expire.
-        unserved = [lease.request_id for lease in self._metadata.leases] if self._server is None else []
-        num_released = sum(self._table.release(request_id) for request_id in (*self._metadata.releases, *unserved))
+        unserved = [lease.request_id for lease in metadata.leases] if self._server is None else []
+        num_released = sum(self._table.release(request_id) for request_id in (*metadata.releases, *unserved))
         if num_released:
             self.config.notify()
-        if self._server is not None and self._metadata.leases:
+        if self._server is not None and metadata.leases:
             self._server.wake()
         if self._puller is not None:
-            self._puller.order(self._metadata.pulls, self._metadata.cancels)
+            self._puller.order(metadata.expected.items(), metadata.pulls, metadata.cancels)
         else:
-            for pull in self._metadata.pulls:
-                self._record_pull(pull.request_id, f"this engine is a {self.config.role}, it does not pull", 0, 0.0)
+            for pull in metadata.pulls:
+                self._record_pull(PullEnd(pull.request_id, f"this engine is a {self.config.role}, it does not pull"))
 
     def get_finished(self) -> KVConnectorOutput:
         ended = self._table.take_ended()
@@ -157,21 +201,27 @@ class KVPeerConnector(KVConnectorBase):
         output.expired_sending = ended.expired_sending
         return output
 
-    def _record_pull(self, request_id: str, reason: str | None, num_bytes: int, seconds: float) -> None:
+    def _record_pull(self, end: PullEnd) -> None:
         with self._lock:
-            self._output.bytes_received += num_bytes
-            if reason is None:
-                self._output.finished_recving.append(request_id)
-                self._output.seconds_receiving.append(seconds)
+            output = self._output
+            output.bytes_received += end.num_bytes
+            if end.given_up:
+                output.given_up_recving.append(end.request_id)
+            elif end.reason is not None:
+                output.failed_recving[end.request_id] = end.reason
+                output.num_retries += end.num_retries
             else:
-                self._output.failed_recving[request_id] = reason
+                output.finished_recving.append(end.request_id)
+                output.seconds_receiving.append(end.seconds)
+                output.roads[end.request_id] = end.road
+                output.num_retries += end.num_retries
         self.config.notify()
 
     def _bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> BlockServer:
         options = self._options
         host = options.bind_host if options.bind_host is not None else options.host
         try:
-            endpoint = _endpoint(host, options.port)
+            endpoint = endpoint_of(host, options.port)
             return BlockServer(context, endpoint, self.config.layout, self._table, self.config.notify)
         except zmq.ZMQError as error:
             context.term()
@@ -189,6 +239,10 @@ class KVPeerConnector(KVConnectorBase):
         for part in (self._server, self._puller):
             if part is not None:
                 stopped = part.close(max(0.0, deadline - time.monotonic())) and stopped
+        if self._segment is not None:
+            self._segment.close()
+        if stopped:
+            self._segment = self._puller = None  # with what they have mapped
         if self._context is None or self._context.closed:
             return
         # Ending the context waits for every socket, so it must not be tried while a thread still holds one.
@@ -196,8 +250,3 @@ class KVPeerConnector(KVConnectorBase):
             self._context.term()
         else:
             log.warning("a thread of the KV connector did not end in time; its sockets stay until the process ends")
-
-
-def _endpoint(host: str, port: int) -> str:
-    bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    return f"tcp://{bracketed}:{port}"

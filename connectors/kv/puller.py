@@ -1,32 +1,53 @@
-"""The consumer's end of KVPeerConnector: one thread that pulls blocks from any number of producers."""
+"""The consumer's end of KVPeerConnector: one thread that pulls blocks from any number of producers.
+
+It also keeps leases alive: of the pulls under way, and of those that are expected (the engine has the handle, and no
+room for the blocks yet).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import zmq
 
 from connectors.kv.base import KVLayout, KVPull
-from connectors.kv.connection import BrokenError, Connection, Transfer
+from connectors.kv.connection import Connection, RefusedError, SilentError
 from connectors.kv.rows import BlockRows
+from connectors.kv.segment import SameHost
+from connectors.kv.transfer import PullEnd, Transfer
 from connectors.kv.waker import Waker
-from connectors.kv.wire import MAX_BLOCKS_PER_MESSAGE, check_layout, decode_handle
+from connectors.kv.wire import MAX_BLOCKS_PER_MESSAGE, HandleParams, check_layout, decode_handle
+from connectors.zmq_link import BrokenError
 from core.errors import TriptychError
+from core.types import KVHandle
 
 log = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 64
 _IDLE_CLOSE_S = 60.0
-#: A message is checked and copied in one go, while nothing else is received: let it be no longer than a few
-#: milliseconds.
-_MAX_MESSAGE_BYTES = 16 << 20
+#: A message is checked and copied in one go, while nothing else is received, and both ends work on different ones at
+#: once: so a pull is cut into eight or more. Small ones cost more than they save, and so do parts of large pulls that
+#: are larger than what a processor's cache holds of them.
+_MIN_MESSAGE_BYTES = 1 << 20
+_MAX_MESSAGE_BYTES = 8 << 20
+_MIN_PIECES = 8
+#: Leases are renewed so many times in the time that they last.
+_RENEWALS = 3
 
-#: (request id, reason or None, bytes received, seconds)
-Ended = Callable[[str, str | None, int, float], None]
+
+class _Kept:
+    """A lease that is kept alive."""
+
+    __slots__ = ("next_s", "params")
+
+    def __init__(self, params: HandleParams, next_s: float) -> None:
+        self.params = params
+        self.next_s = next_s  # monotonic, of the next renewal
 
 
 class Puller:
@@ -41,19 +62,23 @@ class Puller:
         rows: BlockRows,
         blocks_per_message: int,
         timeout_s: float,
-        ended: Ended,
+        same_host: SameHost,
+        ended: Callable[[PullEnd], None],
     ) -> None:
         self._context = context
         self._connector = connector
         self._layout = layout
         self._rows = rows
-        self._blocks_per_message = max(
-            1, min(blocks_per_message, MAX_BLOCKS_PER_MESSAGE, _MAX_MESSAGE_BYTES // max(1, rows.row_bytes))
-        )
+        row_bytes = max(1, rows.row_bytes)
+        self._most_blocks = max(1, min(blocks_per_message, MAX_BLOCKS_PER_MESSAGE, _MAX_MESSAGE_BYTES // row_bytes))
+        self._least_blocks = max(1, min(blocks_per_message, _MIN_MESSAGE_BYTES // row_bytes))
         self._timeout_s = timeout_s
+        self._same_host = same_host
         self._report = ended
-        self._orders: deque[KVPull | str] = deque()  # a string cancels; append and popleft are atomic
+        # A handle is expected, a string cancels; append and popleft are atomic.
+        self._orders: deque[tuple[str, KVHandle] | KVPull | str] = deque()
         self._transfers: dict[str, Transfer] = {}
+        self._kept: dict[str, _Kept] = {}  # by request id, as are the transfers
         self._connections: dict[str, Connection] = {}
         self._waiting: deque[Transfer] = deque()  # for a free place among the connections
         self._poller = zmq.Poller()
@@ -63,12 +88,14 @@ class Puller:
         self._thread = threading.Thread(target=self._run, name="kv-puller", daemon=True)
         self._thread.start()
 
-    def order(self, pulls: list[KVPull], cancels: list[str]) -> None:
-        """Begin pulls, then end those whose request ids are in `cancels`. What is under way already, or unknown, is
-        left as it is."""
+    def order(self, expected: Iterable[tuple[str, KVHandle]], pulls: list[KVPull], cancels: list[str]) -> None:
+        """Keep leases, begin pulls, then end those whose request ids are in `cancels`. What is under way already, or
+        unknown, is left as it is."""
+        before = len(self._orders)
+        self._orders.extend(expected)
         self._orders.extend(pulls)
         self._orders.extend(cancels)
-        if pulls or cancels:
+        if pulls or cancels or len(self._orders) > before:
             self._waker.wake()
 
     def close(self, timeout_s: float) -> bool:
@@ -86,10 +113,12 @@ class Puller:
                 except Exception:
                     log.exception("pulling KV blocks failed")
                     for connection in list(self._connections.values()):
-                        self._drop(connection, "internal error of the consumer")
+                        for transfer in self._forget(connection):
+                            self._ended(transfer, "internal error of the consumer")
         finally:
             for connection in self._connections.values():
                 connection.close()
+            self._connections.clear()
             self._waker.close()
 
     def _step(self) -> None:
@@ -97,16 +126,15 @@ class Puller:
         self._waker.drain()
         now_s = time.monotonic()
         for connection in list(self._connections.values()):
-            try:
-                if connection.socket in ready or connection.monitor in ready:
+            with self._guarded(connection):
+                if connection.link.socket in ready or connection.link.monitor in ready:
                     connection.receive()
-                    connection.check_monitor()
-                connection.check_deadline(now_s)
-            except BrokenError as error:
-                self._drop(connection, str(error))
+                    connection.link.check()
+                connection.check_time(now_s)
         self._close_idle(now_s)
         # After the connections: one that broke while it was idle must not be given a new pull.
         self._take_orders()
+        self._renew(now_s)
         for _ in range(len(self._waiting)):
             self._begin(self._waiting.popleft())
 
@@ -115,15 +143,23 @@ class Puller:
             c.last_progress_s + _IDLE_CLOSE_S if c.deadline_s is None else c.deadline_s
             for c in self._connections.values()
         ]
+        times += [kept.next_s for kept in self._kept.values()]
         return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
+
+    # ---- orders ----
 
     def _take_orders(self) -> None:
         while self._orders:
             order = self._orders.popleft()
             if isinstance(order, KVPull):
                 self._take_pull(order)
-            else:
+            elif isinstance(order, str):
                 self._cancel(order)
+            else:
+                request_id, handle = order
+                # A handle that cannot be used is reported when its pull is ordered.
+                with contextlib.suppress(TriptychError):
+                    self._kept.setdefault(request_id, _Kept(decode_handle(handle, self._connector), time.monotonic()))
 
     def _take_pull(self, pull: KVPull) -> None:
         if pull.request_id in self._transfers:
@@ -133,82 +169,149 @@ class Puller:
             params = decode_handle(pull.handle, self._connector)
             check_layout(params.version, self._layout, params.layout)
         except TriptychError as error:
-            self._report(pull.request_id, str(error), 0, 0.0)
+            self._refuse(pull, str(error))
             return
-        reason = None
         if len(pull.block_ids) > params.num_blocks:
-            reason = f"{len(pull.block_ids)} blocks ordered of a handle of {params.num_blocks}"
-        elif pull.block_ids and not 0 <= min(pull.block_ids) <= max(pull.block_ids) < self._rows.num_blocks:
-            reason = "ordered into blocks that are not in the cache"
-        if reason is not None:
-            self._report(pull.request_id, reason, 0, 0.0)
+            self._refuse(pull, f"{len(pull.block_ids)} blocks ordered of a handle of {params.num_blocks}")
             return
-        transfer = Transfer(pull, params, ordered_s)
+        if pull.block_ids and not 0 <= min(pull.block_ids) <= max(pull.block_ids) < self._rows.num_blocks:
+            self._refuse(pull, "ordered into blocks that are not in the cache")
+            return
+        num_blocks = min(max(self._least_blocks, len(pull.block_ids) // _MIN_PIECES), self._most_blocks)
+        transfer = Transfer(pull, params, ordered_s, num_blocks)
         self._transfers[transfer.request_id] = transfer
+        # Pieces renew as they are asked for; between them, and while it waits its turn, this does.
+        self._kept.setdefault(transfer.request_id, _Kept(params, ordered_s + params.lease_s / _RENEWALS))
         self._begin(transfer)
 
-    def _begin(self, transfer: Transfer) -> None:
-        address = transfer.params.address
-        connection = self._connections.get(address)
-        try:
-            if connection is None:
-                if len(self._connections) >= _MAX_CONNECTIONS and not self._make_room():
-                    self._waiting.append(transfer)
-                    return
-                connection = Connection(
-                    self._context,
-                    address,
-                    self._layout,
-                    self._rows,
-                    self._blocks_per_message,
-                    self._timeout_s,
-                    self._ended,
-                )
-                self._connections[address] = connection
-                self._poller.register(connection.socket, zmq.POLLIN)
-                self._poller.register(connection.monitor, zmq.POLLIN)
-            connection.add(transfer)
-        except BrokenError as error:
-            if connection is None:
-                self._ended(transfer, str(error))
-            else:
-                self._drop(connection, str(error))
+    def _refuse(self, pull: KVPull, reason: str) -> None:
+        self._kept.pop(pull.request_id, None)
+        self._report(PullEnd(pull.request_id, reason))
 
     def _cancel(self, request_id: str) -> None:
         transfer = self._transfers.get(request_id)
         if transfer is None:
-            return
-        if transfer in self._waiting:
+            kept = self._kept.pop(request_id, None)
+            if kept is not None:
+                with contextlib.suppress(BrokenError):
+                    connection = self._connect(kept.params.address)
+                    if connection is not None:
+                        with self._guarded(connection):
+                            connection.release(kept.params)
+        elif transfer in self._waiting:
             self._waiting.remove(transfer)
             self._ended(transfer, "cancelled")
-            return
-        connection = self._connections[transfer.params.address]
+        else:
+            connection = self._connections[transfer.params.address]
+            with self._guarded(connection):
+                connection.cancel(transfer)
+
+    def _renew(self, now_s: float) -> None:
+        for kept in list(self._kept.values()):
+            if now_s < kept.next_s:
+                continue
+            kept.next_s = now_s + kept.params.lease_s / _RENEWALS
+            # A producer that cannot be reached fails the pull when that is ordered, not before.
+            with contextlib.suppress(BrokenError):
+                connection = self._connect(kept.params.address)
+                if connection is not None:
+                    with self._guarded(connection):
+                        connection.renew(kept.params)
+
+    # ---- transfers ----
+
+    def _begin(self, transfer: Transfer) -> None:
         try:
-            connection.cancel(transfer)
+            connection = self._connect(transfer.params.address)
         except BrokenError as error:
-            self._drop(connection, str(error))
+            self._ended(transfer, str(error))
+            return
+        if connection is None:
+            self._waiting.append(transfer)
+            return
+        with self._guarded(connection):
+            connection.add(transfer)
 
     def _ended(self, transfer: Transfer, reason: str | None) -> None:
         del self._transfers[transfer.request_id]
-        num_bytes = transfer.num_received * self._rows.row_bytes
-        self._report(transfer.request_id, reason, num_bytes, time.monotonic() - transfer.ordered_s)
+        self._kept.pop(transfer.request_id, None)
+        self._report(
+            PullEnd(
+                transfer.request_id,
+                reason,
+                given_up=transfer.given_up,
+                num_bytes=transfer.num_received * self._rows.row_bytes,
+                seconds=time.monotonic() - transfer.ordered_s,
+                road=transfer.road,
+                num_retries=transfer.num_retries,
+            )
+        )
+
+    # ---- connections ----
+
+    def _connect(self, address: str) -> Connection | None:
+        """The connection to a producer. None where there are too many and none is idle; raises BrokenError."""
+        connection = self._connections.get(address)
+        if connection is not None:
+            return connection
+        if len(self._connections) >= _MAX_CONNECTIONS and not self._make_room():
+            return None
+        connection = Connection(
+            self._context,
+            address,
+            self._layout,
+            self._rows,
+            self._most_blocks * self._rows.row_bytes,
+            self._timeout_s,
+            self._same_host,
+            self._ended,
+        )
+        self._connections[address] = connection
+        connection.link.register(self._poller)
+        return connection
+
+    @contextlib.contextmanager
+    def _guarded(self, connection: Connection) -> Iterator[None]:
+        """Use a connection; where it turns out to be broken, its transfers go on over another one, or fail."""
+        try:
+            yield
+        except RefusedError as error:
+            for transfer in self._forget(connection):
+                self._ended(transfer, str(error))
+        except BrokenError as error:
+            self._replace(connection, error)
+
+    def _replace(self, broken: Connection, error: BrokenError) -> None:
+        transfers = self._forget(broken)
+        if transfers:
+            log.warning("KV pulls are disturbed: %s", error)
+        silent = isinstance(error, SilentError)
+        for transfer in transfers:
+            before = transfer.problem
+            if not (silent or error.was_up):
+                # Nobody listens there: the process has gone, and what it held has gone with it.
+                self._ended(transfer, f"{before}, then {error}" if before else str(error))
+            elif transfer.survive(str(error), silent=silent):
+                self._begin(transfer)
+            elif silent:
+                self._ended(transfer, f"{broken.address} sent nothing for {self._timeout_s:g} s")
+            else:
+                self._ended(transfer, str(error))
+
+    def _forget(self, connection: Connection) -> list[Transfer]:
+        del self._connections[connection.address]
+        connection.link.unregister(self._poller)
+        transfers = connection.detach()
+        connection.close()
+        return transfers
 
     def _make_room(self) -> bool:
         idle = [connection for connection in self._connections.values() if connection.idle]
         if idle:
-            self._drop(min(idle, key=lambda connection: connection.last_progress_s), "")
+            self._forget(min(idle, key=lambda connection: connection.last_progress_s))
         return bool(idle)
 
     def _close_idle(self, now_s: float) -> None:
         for connection in list(self._connections.values()):
             if connection.idle and now_s >= connection.last_progress_s + _IDLE_CLOSE_S:
-                self._drop(connection, "")
-
-    def _drop(self, connection: Connection, reason: str) -> None:
-        if reason and not connection.idle:
-            log.warning("KV pulls fail: %s", reason)
-        self._connections.pop(connection.address, None)
-        self._poller.unregister(connection.socket)
-        self._poller.unregister(connection.monitor)
-        connection.fail_all(reason)
-        connection.close()
+                self._forget(connection)

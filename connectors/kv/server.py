@@ -1,8 +1,9 @@
 """The producer's end of KVPeerConnector: one thread that serves leased blocks to whoever shows their token.
 
-Blocks go out without a copy where the cache is in host memory: ZeroMQ reads the rows themselves, perhaps after the
-lease has ended. That is sound: the checksums in the header were taken before, so a row that changes under way fails
-at the consumer, and a consumer acknowledges only what has arrived.
+Blocks go out without a copy where the cache is in host memory and they are large: ZeroMQ reads the rows themselves,
+perhaps after the lease has ended. That is sound: the checksum in the header was taken before, so a row that changes
+under way fails at the consumer, and a consumer acknowledges only what has arrived. It is the same where the consumer
+reads them out of shared memory.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import xxhash
+import numpy as np
 import zmq
 
 from connectors.kv.base import KVLayout
 from connectors.kv.leases import LeaseTable, NoLease
-from connectors.kv.rows import BlockRows, Bytes
+from connectors.kv.rows import BlockRows, Bytes, checksum_of
+from connectors.kv.segment import SharedSegment
 from connectors.kv.waker import Waker
 from connectors.kv.wire import (
     MAX_HEADER_BYTES,
@@ -27,9 +29,11 @@ from connectors.kv.wire import (
     Failed,
     Hello,
     MalformedError,
+    Places,
     Pull,
     Refused,
     Release,
+    Renew,
     Reply,
     Request,
     Rows,
@@ -38,6 +42,7 @@ from connectors.kv.wire import (
     decode_request,
     encode,
 )
+from connectors.zmq_link import bind_router
 from core.errors import IncompatibleError
 
 log = logging.getLogger(__name__)
@@ -48,6 +53,37 @@ _UNKNOWN_LEASE_GRACE_S = 2.0
 _MAX_PARKED = 1024
 #: Messages served between two looks at the clock and at new orders.
 _BATCH = 64
+#: Messages that wait for one consumer; it asks for far fewer at a time.
+_MAX_QUEUED = 64
+#: Buffers kept for rows that are copied before they are sent; each is as large as a message.
+_MAX_STAGED = 8
+
+
+class _Staging:
+    """Buffers for rows that are copied before they are sent. ZeroMQ holds each until it is out; fresh memory every time
+    would cost more than the copy. The serving thread only."""
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[Bytes, zmq.MessageTracker]] = []
+        self._taken: Bytes | None = None
+
+    def take(self, num_bytes: int) -> Bytes:
+        """A buffer that nobody reads any more, or a new one."""
+        for n, (buffer, tracker) in enumerate(self._buffers):
+            if tracker.done:
+                del self._buffers[n]
+                if len(buffer) >= num_bytes:
+                    self._taken = buffer
+                    return buffer
+                break  # grown with the messages, one at a time
+        self._taken = np.empty(num_bytes, dtype=np.uint8)
+        return self._taken
+
+    def sent(self, tracker: zmq.MessageTracker) -> None:
+        """The buffer taken last is in this message."""
+        if self._taken is not None and len(self._buffers) < _MAX_STAGED:
+            self._buffers.append((self._taken, tracker))
+        self._taken = None
 
 
 class BlockServer:
@@ -66,24 +102,22 @@ class BlockServer:
         self._leases = leases
         self._ended = ended
         self._rows: BlockRows | None = None
+        self._segment: SharedSegment | None = None
+        self._staging = _Staging()
         self._parked: deque[tuple[float, bytes, Pull | Ack | Release]] = deque()
         self._waker = Waker()
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
-        self._socket.set(zmq.IPV6, int("[" in endpoint))
         try:
-            self._socket.bind(endpoint)
+            self._socket, self.port = bind_router(context, endpoint, MAX_HEADER_BYTES, _MAX_QUEUED)
         except zmq.ZMQError:
-            self._free()
+            self._waker.close()
             raise
-        self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def start(self, rows: BlockRows) -> None:
-        """Serve the rows of this cache."""
+    def start(self, rows: BlockRows, segment: SharedSegment | None) -> None:
+        """Serve the rows of this cache, which may lie in `segment`, offered already."""
         self._rows = rows
+        self._segment = segment
         self._thread = threading.Thread(target=self._run, name="kv-server", daemon=True)
         self._thread.start()
 
@@ -109,12 +143,16 @@ class BlockServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.reader, zmq.POLLIN)
+        if self._segment is not None:
+            poller.register(self._segment.listener, zmq.POLLIN)
         try:
             while not self._closing:
                 poller.poll(self._poll_ms())
                 self._waker.drain()
                 if self._leases.expire(time.monotonic()):
                     self._ended()
+                if self._segment is not None:
+                    self._segment.serve()
                 self._serve_parked()
                 self._serve_batch()
         finally:
@@ -155,12 +193,16 @@ class BlockServer:
         if isinstance(request, Hello):
             self._reply(identity, self._greet(request))
             return
-        found = self._leases.find(request.lease, request.token)
+        found = self._leases.renew(request.lease, request.token, time.monotonic())
+        if isinstance(request, Renew):
+            return
+        if may_park and self._parked and found is not NoLease.UNKNOWN:
+            self._serve_parked()  # what was asked for first is answered first
         if found is NoLease.UNKNOWN and may_park and len(self._parked) < _MAX_PARKED:
             self._parked.append((time.monotonic() + _UNKNOWN_LEASE_GRACE_S, identity, request))
         elif isinstance(request, Pull):
             if isinstance(found, NoLease):
-                self._reply(identity, Failed(request.sequence, found.value))
+                self._reply(identity, Failed(request.sequence, found.value, found is NoLease.GIVEN_UP))
             else:
                 self._send_rows(identity, request, found.block_ids)
         elif self._leases.end(request.lease, request.token):
@@ -173,18 +215,25 @@ class BlockServer:
             return Refused(str(error)[:8000])
         return Welcome(WIRE_VERSION, self._layout)
 
-    def _send_rows(self, identity: bytes, pull: Pull, block_ids: list[int]) -> None:
-        if pull.first + pull.count > len(block_ids):
-            reason = f"blocks {pull.first} to {pull.first + pull.count} of a lease of {len(block_ids)}"
-            self._reply(identity, Failed(pull.sequence, reason))
-            return
+    def _send_rows(self, identity: bytes, pull: Pull, leased: list[int]) -> None:
         assert self._rows is not None
-        runs = self._rows.gather(block_ids[pull.first : pull.first + pull.count])
-        checksums = [xxhash.xxh3_64_intdigest(row.data) for run in runs for row in run]
-        self._reply(identity, Rows(pull.sequence, checksums), runs)
+        if pull.first + pull.count > len(leased):
+            reason = f"blocks {pull.first} to {pull.first + pull.count} of a lease of {len(leased)}"
+            self._reply(identity, Failed(pull.sequence, reason, given_up=False))
+            return
+        block_ids = leased[pull.first : pull.first + pull.count]
+        if not pull.mapped:
+            arrays = self._rows.gather(block_ids, self._staging.take(len(block_ids) * self._rows.row_bytes))
+            self._reply(identity, Rows(pull.sequence, checksum_of(arrays)), arrays)
+        elif self._segment is not None:
+            self._reply(identity, Places(pull.sequence, checksum_of(self._rows.views(block_ids)), block_ids))
+        else:
+            self._reply(identity, Failed(pull.sequence, "the cache is not in shared memory", given_up=False))
 
-    def _reply(self, identity: bytes, reply: Reply, runs: list[Bytes] | None = None) -> None:
+    def _reply(self, identity: bytes, reply: Reply, arrays: list[Bytes] | None = None) -> None:
         # A peer that has gone, or that asks for more than it takes away, loses the message; ROUTER sends never wait.
         frames: list[bytes | memoryview] = [identity, encode(reply)]
-        frames.extend(memoryview(run.reshape(-1).data) for run in runs or ())
-        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        frames.extend(memoryview(array.reshape(-1).data) for array in arrays or ())
+        tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=arrays is not None)
+        if tracker is not None:
+            self._staging.sent(tracker)

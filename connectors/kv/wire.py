@@ -3,10 +3,15 @@
     consumer (DEALER)                    producer (ROUTER)
     Hello    version, layout     ->      Welcome  version, layout
                                          Refused  both layouts; nothing else follows
-    Pull     blocks of a lease   ->      Rows     one checksum a block, then frames with the blocks' bytes
+    Renew    the lease is wanted ->      (the lease goes on)
+    Pull     blocks of a lease   ->      Rows     one checksum, then frames with the blocks' bytes
                                          Failed   reason
+    Pull     mapped              ->      Places   one checksum, and where in the producer's shared memory they are
     Ack      all of it arrived   ->      (the lease ends)
     Release  not wanted any more ->      (the lease ends)
+
+A Pull may be repeated, whole or in other pieces, for as long as the lease lasts: that is how a consumer resumes after
+a lost or damaged message, over the same connection or a new one.
 
 The token that every request carries is what entitles it: handles pass through the front door, lease names can be
 guessed. Everything decoded here comes from the network; types, ranges and sizes are checked by the decoder.
@@ -26,27 +31,32 @@ from connectors.kv.base import KVLayout
 from core.errors import IncompatibleError, InvalidRequestError
 from core.types import KVHandle
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 #: Largest frame that a producer takes, and largest header that a consumer decodes.
 MAX_HEADER_BYTES = 64 * 1024
 MAX_PARAMS_BYTES = 8 * 1024
-#: Most blocks that one message may bring; far more would make one header's checksums too long.
+#: Most blocks that one message may bring.
 MAX_BLOCKS_PER_MESSAGE = 1024
 
-#: What `host` may look like; `ipc://`, `inproc://` and ZeroMQ's "source;destination" form must not pass.
-HOST_PATTERN = r"\A([A-Za-z0-9._-]{1,255}|\[?[0-9A-Fa-f:.]{2,45}\]?)\Z"
 _ADDRESS_PATTERN = r"\Atcp://([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}\Z"
 
 RequestId = Annotated[str, msgspec.Meta(max_length=1024)]
 Token = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Sequence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Reason = Annotated[str, msgspec.Meta(max_length=8192)]
-Checksum = int  # XXH3-64; the decoder takes up to 64 bits
+#: XXH3-128 of the blocks' bytes, end to end in the order asked for, big-endian.
+Checksum = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag=True):
     version: int
     layout: KVLayout
+
+
+class Renew(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    lease: RequestId
+    token: Token
 
 
 class Pull(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -57,6 +67,7 @@ class Pull(msgspec.Struct, array_like=True, frozen=True, tag=True):
     token: Token
     first: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS_PER_MESSAGE)]
+    mapped: bool  # the consumer reads the producer's shared memory itself: answer with Places
 
 
 class Ack(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -80,16 +91,23 @@ class Refused(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 class Rows(msgspec.Struct, array_like=True, frozen=True, tag=True):
     sequence: Sequence
-    checksums: Annotated[list[Checksum], msgspec.Meta(max_length=MAX_BLOCKS_PER_MESSAGE)]
+    checksum: Checksum
+
+
+class Places(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    sequence: Sequence
+    checksum: Checksum
+    block_ids: Annotated[list[BlockId], msgspec.Meta(max_length=MAX_BLOCKS_PER_MESSAGE)]  # of the producer's cache
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag=True):
     sequence: Sequence
     reason: Reason
+    given_up: bool  # the router gave the lease up: nobody waits for this pull any more
 
 
-Request = Hello | Pull | Ack | Release
-Reply = Welcome | Refused | Rows | Failed
+Request = Hello | Renew | Pull | Ack | Release
+Reply = Welcome | Refused | Rows | Places | Failed
 
 
 class HandleParams(msgspec.Struct, frozen=True):
@@ -103,6 +121,9 @@ class HandleParams(msgspec.Struct, frozen=True):
     layout: KVLayout
     num_blocks: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]  # the lease ends if nobody renews it for so long
+    host: Annotated[str, msgspec.Meta(max_length=300)]  # the producer's, for people
+    segment: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{32})?\Z")]  # name of its shared memory; "": none
 
 
 T = TypeVar("T")
@@ -137,12 +158,14 @@ def decode_reply(frame: bytes | memoryview) -> Reply:
 
 
 def decode_handle(handle: KVHandle, connector: str) -> HandleParams:
-    """The parameters of a handle that a connector class named `connector` made. Raises InvalidRequestError."""
+    """The parameters of a handle that a connector class named `connector` made. Raises InvalidRequestError, or
+    IncompatibleError where another version of the connector made it."""
     if handle.connector != connector:
         raise InvalidRequestError(f"the KV handle is of connector {handle.connector!r:.100}, not {connector!r}")
     try:
         params = _decode(_PARAMS_DECODER, handle.params, MAX_PARAMS_BYTES)
     except MalformedError as error:
+        _check_version(_version_of(handle.params))
         raise InvalidRequestError(f"the KV handle cannot be read: {error}") from None
     if params.num_tokens != handle.num_tokens:
         raise InvalidRequestError(
@@ -157,10 +180,30 @@ def decode_handle(handle: KVHandle, connector: str) -> HandleParams:
 
 def check_layout(version: int, ours: KVLayout, theirs: KVLayout) -> None:
     """Raise IncompatibleError, with both values, unless blocks mean the same on both ends."""
-    if version != WIRE_VERSION:
-        raise IncompatibleError("version of the KV wire protocol", WIRE_VERSION, version)
+    _check_version(version)
     if theirs != ours:
         raise IncompatibleError("KV block layout", ours.describe(), theirs.describe())
+
+
+def _check_version(version: int) -> None:
+    if version != WIRE_VERSION:
+        raise IncompatibleError("version of the KV wire protocol", WIRE_VERSION, version)
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    """What a handle of any version has."""
+
+    version: int = WIRE_VERSION
+
+
+_VERSION_DECODER = msgspec.msgpack.Decoder(_Versioned)
+
+
+def _version_of(params: bytes) -> int:
+    try:
+        return _decode(_VERSION_DECODER, params, MAX_PARAMS_BYTES).version
+    except MalformedError:
+        return WIRE_VERSION
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview, max_bytes: int) -> T:

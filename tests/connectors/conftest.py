@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -32,3 +35,11 @@ def closing() -> Iterator[Callable[[Pair], Pair]]:
         pair.close()
         pair.close()
     assert connector_threads() == []
+
+
+@pytest.fixture
+def shm_folder() -> Iterator[Path]:
+    """A fresh folder in memory that processes share."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="triptych-test-"))
+    yield folder
+    shutil.rmtree(folder)

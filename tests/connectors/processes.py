@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from multiprocessing.connection import Connection
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from connectors.kv.base import KVLayout
 from core.types import ECRole, KVRole
 from tests.connectors.support import ECPair, KVPair, key, random_bits
 
@@ -42,4 +44,16 @@ def serve_blocks(pipe: Connection) -> None:
     pipe.send((handle, pair.blocks[[2, 3, 9]].view(torch.uint8).numpy().tobytes()))
     output = pair.report(60)
     pipe.send((output.finished_sending, output.expired_sending, pair.worker.num_leases()))
+    pair.close()
+
+
+def serve_many_blocks(pipe: Connection, layout: KVLayout, num_blocks: int, block_ids: list[int]) -> None:
+    """A cache of known bits (seed 0). For each name that comes, lease `block_ids` and send the handle. Ends with the
+    pipe."""
+    pair = KVPair(KVRole.PRODUCER, layout, num_blocks=num_blocks)
+    torch.manual_seed(0)
+    pair.blocks.copy_(random_bits(num_blocks, layout.elements_per_block, torch.float32))
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(pair.lease(pipe.recv(), block_ids))
     pair.close()

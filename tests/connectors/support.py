@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -141,17 +142,28 @@ class KVPair:
         dtype: torch.dtype = torch.float32,
         num_blocks: int = 16,
         device: str = "cpu",
+        cls: type[KVPeerConnector] = KVPeerConnector,
         **extra: Any,
     ) -> None:
         self.bell = Bell()
         config = KVConnectorConfig(role, layout, "instance-0", extra, self.bell)
-        self.scheduler = KVPeerConnector(config, KVSide.SCHEDULER)
-        self.worker = KVPeerConnector(config, KVSide.WORKER)
-        self.blocks = torch.zeros(num_blocks, layout.elements_per_block, dtype=dtype, device=device)
+        self.scheduler = cls(config, KVSide.SCHEDULER)
+        self.worker = cls(config, KVSide.WORKER)
+        shape = (num_blocks, layout.elements_per_block)
+        memory = self.worker.allocate_kv_cache(math.prod(shape) * dtype.itemsize, torch.device(device))
+        if memory is None:
+            self.blocks = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            self.blocks = memory.view(dtype).view(shape)
         if role.produces:
             self.blocks.copy_(random_bits(num_blocks, layout.elements_per_block, dtype))
         self.worker.register_kv_caches(self.blocks)
         self.scheduler.set_handshake(self.worker.handshake())
+
+    @property
+    def address(self) -> str:
+        """Where it serves: `tcp://host:port`."""
+        return self.worker.handshake().partition(" ")[0]
 
     def step(self) -> None:
         self.worker.bind_connector_metadata(self.scheduler.build_connector_meta())

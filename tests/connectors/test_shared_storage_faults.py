@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from core.types import ECRole
-from tests.connectors.support import NAMESPACE, ECPair, key, random_bits, same_bits
+from tests.connectors.support import NAMESPACE, ECPair, key, poll_until, random_bits, same_bits
 from tests.connectors.test_shared_storage import path_of
 
 Closing = Callable[[ECPair], ECPair]
@@ -76,7 +77,7 @@ def plain_safetensors(path: Path) -> None:
         (replace(NAMESPACE.encode(), NAMESPACE[::-1].encode()), "namespace"),
         (replace(b"[5,6]", b"[6,5]"), "shape"),
         (plain_safetensors, "header"),
-        (make_folder, "storage"),
+        (make_folder, "not a file"),
     ],
 )
 def test_a_spoilt_item_fails_as_data(tmp_path: Path, closing: Closing, spoil: Spoil, reason: str) -> None:
@@ -93,6 +94,7 @@ def test_a_spoilt_item_fails_as_data(tmp_path: Path, closing: Closing, spoil: Sp
     assert str(tmp_path) not in output.failed_loading[key(1)]
     assert not pair.buffer[:8].any()
     assert not pair.buffer[13:].any()
+    assert pair.worker.take_counters()["breaker_opens"] == 0
 
     assert pair.load(key(2), 20, 5).finished_loading == [key(2)]
     assert same_bits(pair.buffer[20:25], embeds)
@@ -173,15 +175,42 @@ def test_what_is_not_a_key_never_becomes_a_path(tmp_path: Path, closing: Closing
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_root_that_vanished_is_an_empty_store_and_does_not_come_back(tmp_path: Path, closing: Closing) -> None:
+def test_a_root_that_vanished_is_a_store_that_is_down_until_it_is_back(tmp_path: Path, closing: Closing) -> None:
     root = tmp_path / "store"
-    pair = closing(ECPair(root))
-    pair.save(key(1), random_bits(5, 6, torch.float32))
+    pair = closing(ECPair(root, breaker_failures=1, breaker_cooldown_s=0.01, negative_ttl_s=0))
+    embeds = random_bits(5, 6, torch.float32)
+    pair.save(key(1), embeds)
+    assert pair.look_up(key(1)) is True
     shutil.rmtree(root)
     assert pair.look_up(key(1)) is False
-    assert pair.load(key(1), 0, 5).failed_loading == {key(1): "item is not in the store"}
-    assert "storage" in pair.save(key(1), random_bits(5, 6, torch.float32)).failed_saving[key(1)]
-    assert not root.exists()
+    assert pair.scheduler.take_counters() == {"lookup_failures": 1, "breaker_opens": 1, "evictions": 0}
+    for output in (pair.load(key(1), 0, 5).failed_loading, pair.save(key(1), embeds).failed_saving):
+        assert list(output) == [key(1)]
+        assert "storage folder cannot be reached" in output[key(1)] or "left alone" in output[key(1)]
+        poll_until(lambda: not pair.worker._breaker.is_open)
+    assert not root.exists(), "an unmounted volume must not come back as a folder of this machine"
+
+    root.mkdir()
+    poll_until(lambda: pair.save(key(1), embeds).finished_saving == [key(1)])
+    poll_until(lambda: pair.look_up(key(1)))
+    assert pair.load(key(1), 0, 5).finished_loading == [key(1)]
+
+
+def test_a_file_that_cannot_be_opened_holds_up_nothing_beyond_the_limit(tmp_path: Path, closing: Closing) -> None:
+    """Opening a pipe waits for its other end, as opening a file does on a file server that does not answer."""
+    pair = closing(ECPair(tmp_path, timeout_s=0.3, num_threads=1))
+    embeds = random_bits(5, 6, torch.float32)
+    pair.save(key(1), embeds)
+    pair.save(key(2), embeds)
+    path = path_of(tmp_path, key(1))
+    path.unlink()
+    os.mkfifo(path)
+    assert pair.load(key(1), 0, 5).failed_loading == {key(1): "the store took longer than timeout_s=0.3"}
+    assert pair.load(key(2), 0, 5).finished_loading == [key(2)]
+    other_end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    poll_until(lambda: pair.worker._jobs._num_stuck == 0)
+    os.close(other_end)
+    assert same_bits(pair.buffer[:5], embeds)
 
 
 def test_a_save_that_fails_leaves_no_file(tmp_path: Path, closing: Closing) -> None:

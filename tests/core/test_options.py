@@ -99,6 +99,7 @@ def test_the_defaults_of_each_stage(model: str, tmp_path: Path) -> None:
             model=model,
             ec_role=ec_role,
             ec_connector=shared,
+            ec_fallback=ConnectorConfig("ECPeerConnector"),
             kv_role=kv_role,
             kv_connector=kv_connector,
             where=f"{stage.value}-0",
@@ -126,11 +127,15 @@ def test_every_engine_option_arrives(model: str) -> None:
         "--max-num-seqs": "2",
         "--max-num-batched-tokens": "3",
         "--max-waiting": "4",
+        "--long-prefill-token-threshold": "9",
+        "--max-num-partial-prefills": "3",
+        "--advertise-host": "10.0.0.7",
         "--block-size": "5",
         "--num-gpu-blocks": "6",
         "--gpu-memory-utilization": "0.5",
         "--encoder-cache-bytes": "7",
         "--tensor-parallel-size": "1",
+        "--distributed-executor-backend": "MP",
         "--ec-role": "ec_both",
         "--ec-connector": "A",
         "--ec-connector-module-path": "a.b",
@@ -148,11 +153,17 @@ def test_every_engine_option_arrives(model: str) -> None:
     config, settings = parse(
         Stage.DECODE,
         *(word for pair in given.items() for word in pair),
+        "--async-scheduling",
+        "--no-enable-prefix-caching",
     )
     assert config == EngineConfig(
         model=model,
         ec_role=ECRole.BOTH,
         ec_connector=ConnectorConfig("A", "a.b", {"x": 1}),
+        ec_fallback=ConnectorConfig("ECPeerConnector", extra={"host": "10.0.0.7"}),
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=9,
+        max_num_partial_prefills=3,
         kv_role=KVRole.BOTH,
         kv_connector=ConnectorConfig("B", "c.d", {"y": 2}),
         where="d-7",
@@ -167,6 +178,8 @@ def test_every_engine_option_arrives(model: str) -> None:
         gpu_memory_utilization=0.5,
         encoder_cache_bytes=7,
         max_images_per_prompt=4,
+        distributed_executor_backend="mp",
+        async_scheduling=True,
         kv_load_failure_policy="fail",
         log_level="DEBUG",
     )
@@ -210,6 +223,7 @@ BAD = [
     (Stage.PREFILL, ["--device", "tpu"], "--device='tpu'"),
     (Stage.PREFILL, ["--log-level", "LOUD"], "--log-level='LOUD'"),
     (Stage.PREFILL, ["--where", "a\nb"], r"--where='a\nb': expected 1 to 64 printable characters"),
+    (Stage.PREFILL, ["--distributed-executor-backend", "ray"], "expected one of uni, mp"),
     (Stage.PREFILL, ["--tensor-parallel-size", "2"], "--tensor-parallel-size=2: not supported yet, only 1"),
     (Stage.PREFILL, ["--limit-mm-per-prompt", "image=4"], "--limit-mm-per-prompt='image=4': expected a JSON object"),
     (Stage.PREFILL, ["--limit-mm-per-prompt", '{"image": -1}'], "image is to be an integer"),
@@ -330,3 +344,16 @@ def test_a_given_path_or_another_connector_makes_no_default_folder(model: str, t
     assert given.ec_connector.extra == {"shared_storage_path": "/x"}
     assert other.ec_connector.extra == {}
     assert not (tmp_path / f"triptych-ec-{os.getuid()}").exists()
+
+
+def test_the_address_that_others_pull_from_is_told_to_our_own_connectors(model: str) -> None:
+    options = ["--model", model, "--advertise-host", "10.0.0.7"]
+    config, _ = parse(Stage.PREFILL, *options, "--ec-connector", "ECPeerConnector")
+    assert config.ec_connector.extra == {"host": "10.0.0.7"}
+    assert config.kv_connector is not None
+    assert config.kv_connector.extra == {"host": "10.0.0.7"}
+    config, _ = parse(Stage.PREFILL, *options, "--kv-connector-extra-config", '{"host": "10.0.0.8"}')
+    assert config.kv_connector is not None
+    assert config.kv_connector.extra == {"host": "10.0.0.8"}, "what is said of one connector wins"
+    config, _ = parse(Stage.PREFILL, *options, "--no-ec-peer-fallback")
+    assert config.ec_fallback is None

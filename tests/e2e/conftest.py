@@ -29,6 +29,7 @@ FAILURES = (
     "ec_load_failures_total",
     "ec_save_failures_total",
     "kv_transfer_failures_total",
+    "kv_transfer_retries_total",
     "kv_leases_expired_total",
     "kv_recomputations_total",
     "num_preemptions_total",

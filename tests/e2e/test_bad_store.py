@@ -1,4 +1,5 @@
-"""A store of the encoder cache that is full, read-only or gone while it is used: a real file system that is so."""
+"""A store of the encoder cache that is full, read-only or gone while it is used, and no way round it: a real file
+system that is so. With a way round, see test_stores.py."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def test_a_store_that_is_full_or_read_only_or_gone_is_named_and_comes_back(tiny_
     with Mounted(store, size_bytes=128 << 10) as mounted:
         local = LocalCluster(
             tiny_model,
-            service_args=["--dtype=float32", "--max-model-len=1024", storage(store / "ec")],
+            service_args=["--dtype=float32", "--max-model-len=1024", "--no-ec-peer-fallback", storage(store / "ec")],
             log_dir=tmp_path / "logs",
         )
         with local:

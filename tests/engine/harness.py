@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
+from typing import Any
 
 import torch
 
 from connectors.ec.base import (
+    BufferSlice,
     ECConnectorBase,
     ECConnectorConfig,
     ECConnectorOutput,
@@ -21,6 +23,7 @@ from engine.protocol import EngineCoreOutput, EngineCoreRequest
 from engine.scheduler import Scheduler
 from engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from engine.settings import SchedulerSettings
+from tests.engine.simulated_runner import SimulatedRunner
 
 LAYOUT = KVLayout(version=1, model="m" * 64, dtype="float32", num_layers=1, block_size=4, num_kv_heads=1, head_dim=8)
 
@@ -107,6 +110,7 @@ class Bench:
         policy: str = "recompute",
         max_waiting: int = 100,
         patience_s: float = 0.0,
+        long_prompt: int = 0,
     ) -> None:
         self.store = ScriptedStore()
         self.cache = EncoderCacheManager(buffer_rows, 32)
@@ -121,12 +125,19 @@ class Bench:
                 where="test-0",
                 kv_load_failure_policy=policy,
                 item_patience_s=patience_s,
+                long_prefill_token_threshold=long_prompt,
             ),
             self.kv,
             self.cache,
             self.store,
             self.peer,
         )
+        self.runner = SimulatedRunner(num_blocks, 4, buffer_rows)
+        self.where: dict[str, BufferSlice] = {}  # of items that were ordered
+        self.ordered: list[str] = []  # every load so far
+        self.pulls: dict[str, list[int]] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self._steps: deque[SchedulerOutput] = deque()
         self._num_added = 0
         self.loading: list[str] = []
         self.preparing: list[str] = []
@@ -147,14 +158,18 @@ class Bench:
         hand_over: bool = False,
         kv: KVHandle | None = None,
         given: int = 0,
+        given_tokens: list[int] | None = None,
         source: str = "",
         prompt: list[int] | None = None,
         tenant: str = "",
         priority: int = 0,
+        stop: tuple[int, ...] = (),
     ) -> None:
         """A generation. `images`: (key, offset, number of embeddings). Without a `prompt`, one that no other shares."""
         self._num_added += 1
         prompt = prompt or [10_000 * self._num_added + i for i in range(num_tokens)]
+        self.runner.salts[request_id] = tenant
+        self.prompts[request_id] = prompt
         features = [PlacedFeature(Feature(k, n, (1, 2, 2 * n), 8, source=source), o) for k, o, n in images or []]
         self.scheduler.add_request(
             EngineCoreRequest(
@@ -162,8 +177,8 @@ class Bench:
                 time.time(),
                 prompt_token_ids=prompt,
                 features=features,
-                sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
-                output_token_ids=[1] * given,
+                sampling=SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=stop),
+                output_token_ids=given_tokens or [1] * given,
                 hand_over=hand_over,
                 kv=kv,
                 tenant=tenant,
@@ -177,7 +192,14 @@ class Bench:
             EngineCoreRequest(request_id, time.time(), image=b"x", feature=feature, reported_missing=reported_missing)
         )
 
-    def step(
+    def begin(self) -> SchedulerOutput:
+        """Schedule a step."""
+        out = self.out = self.scheduler.schedule()
+        self.check(out)
+        self._steps.append(out)
+        return out
+
+    def finish(
         self,
         *,
         loaded: list[str] | None = None,
@@ -188,10 +210,23 @@ class Bench:
         pulled: list[str] | None = None,
         pull_failed: dict[str, str] | None = None,
         sent: list[str] | None = None,
-    ) -> SchedulerOutput:
-        """One step, and what ended in the background during it."""
-        out = self.out = self.scheduler.schedule()
-        self.check(out)
+    ) -> None:
+        """Execute the oldest step, begin what it orders in the background, and report what ended there."""
+        out = self._steps.popleft()
+        assert out.ec_metadata is not None
+        for load in out.ec_metadata.loads:
+            self.loading.append(load.key)
+            self.ordered.append(load.key)
+            self.where[load.key] = load.where
+            self.runner.buffer[load.where.start : load.where.start + load.where.num_rows] = [None] * load.where.num_rows
+        self.preparing += [image.feature.key for image in out.prepare]
+        self.saving += [*out.save, *(image.feature.key for image in out.encode)]
+        if out.kv_metadata is not None:
+            for pull in out.kv_metadata.pulls:
+                self.pulling.append(pull.request_id)
+                self.pulls[pull.request_id] = pull.block_ids
+            self.leased += [lease.request_id for lease in out.kv_metadata.leases]
+            self.cancelled += out.kv_metadata.cancels
         for ended, pending in (
             ((loaded or []) + (load_failed or []), self.loading),
             (prepared or [], self.preparing),
@@ -200,21 +235,18 @@ class Bench:
             (sent or [], self.leased),
         ):
             pending[:] = [name for name in pending if name not in ended]
-        assert out.ec_metadata is not None
-        self.loading += [load.key for load in out.ec_metadata.loads]
-        self.preparing += [image.feature.key for image in out.prepare]
-        self.saving += [*out.save, *(image.feature.key for image in out.encode)]
-        if out.kv_metadata is not None:
-            self.pulling += [pull.request_id for pull in out.kv_metadata.pulls]
-            self.leased += [lease.request_id for lease in out.kv_metadata.leases]
-            self.cancelled += out.kv_metadata.cancels
-        sampled = {}
-        for request_id in out.num_scheduled_tokens:
-            request = self.scheduler._requests[request_id]
-            if request.num_pending:
-                sampled[request_id] = 7
+        for key in loaded or []:
+            if key in self.where:
+                self.runner.fill_rows(key, self.where[key].start, self.where[key].num_rows)
+        for image in out.encode:
+            self.runner.fill_rows(image.feature.key, image.where.start, image.where.num_rows)
+        for request_id in pulled or []:
+            request = self.scheduler._requests.get(request_id)
+            if request is not None:
+                tokens = [*request.prompt_token_ids, *request.output_token_ids][:-1]
+                self.runner.fill_blocks(tokens, request.features, self.pulls[request_id], request.tenant)
         made = ModelRunnerOutput(
-            sampled=sampled,
+            sampled=self.runner.execute(out),
             prepared=prepared or [],
             encoded={image.feature.key: "" for image in out.encode},
             ec=ECConnectorOutput(
@@ -231,6 +263,11 @@ class Bench:
         )
         for output in self.scheduler.update_from_output(out, made):
             self.outputs.setdefault(output.request_id, []).append(output)
+
+    def step(self, **ended: Any) -> SchedulerOutput:
+        """One step, and what ended in the background during it, as `finish` takes it."""
+        out = self.begin()
+        self.finish(**ended)
         return out
 
     def check(self, out: SchedulerOutput) -> None:
@@ -243,8 +280,7 @@ class Bench:
         assert {block: pool.refs(block) for block in range(pool.num_blocks) if pool.refs(block)} == held
         assert pool.num_held == len(held), "a block is lost, or free and held"
         for request in scheduler._running:  # nobody writes to what others share
-            written = request.num_computed_tokens - out.num_scheduled_tokens.get(request.request_id, 0)
-            for block in request.block_ids[written // self.kv.block_size :]:
+            for block in request.block_ids[request.num_executed_tokens // self.kv.block_size :]:
                 assert pool.refs(block) == 1, "a block that is written to is in two hands"
         for request in scheduler._waiting:
             assert not request.block_ids, "a request that waits for its first turn holds blocks"
@@ -263,12 +299,24 @@ class Bench:
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 return
+            while self._steps:
+                self.finish()
             loading, self.loading = self.loading, []
             preparing, self.preparing = self.preparing, []
             saving, self.saving = self.saving, []
             pulling, self.pulling = self.pulling, []
             self.step(loaded=loading, prepared=preparing, saved=saving, pulled=pulling)
         raise AssertionError("requests are left")
+
+    def prompt_of(self, request_id: str) -> list[int]:
+        return self.prompts[request_id]
+
+    def answer(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs.get(request_id, []) for token in output.new_token_ids]
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._steps)
 
     def tokens(self, request_id: str) -> int:
         return sum(len(output.new_token_ids) for output in self.outputs.get(request_id, []))
@@ -279,5 +327,8 @@ class Bench:
     def assert_empty(self) -> None:
         """Nothing is held once all requests have ended."""
         stats = self.scheduler.make_stats()
-        assert (stats.num_running, stats.num_waiting, stats.kv_blocks_held, stats.kv_leases) == (0, 0, 0, 0)
+        counts = (stats.num_running, stats.num_waiting, stats.kv_blocks_held, stats.kv_leases)
+        assert counts == (0, 0, 0, 0), counts
+        held = {key[-4:]: item for key, item in self.cache._items.items() if item.holders or not item.ready}
+        assert not held, held
         assert stats.encoder_cache_bytes_held == 0

@@ -231,7 +231,7 @@ def test_aborts_at_any_step_leave_nothing_behind(make_engine: MakeEngine, engine
     for name in live:
         engine.client.abort(name)
     engine.assert_empty()
-    assert engine.client.core.runner._batch._row_of == {}
+    assert engine.client.core.executor.worker.runner._batch._row_of == {}
 
 
 @pytest.mark.parametrize(

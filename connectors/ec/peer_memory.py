@@ -1,0 +1,201 @@
+"""The items that an encoder keeps for its consumers: bounded host memory, oldest unleased first out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import xxhash
+
+from connectors.ec.peer_wire import MAX_CHUNKS, dtype_name
+from connectors.ec.store import CHUNK_BYTES, ECStore, ItemError, LoadTarget, SaveSource, StoreError, bytes_of
+
+#: What an item costs besides its bytes, roughly: many tiny items must not be free.
+ITEM_OVERHEAD_BYTES = 1024
+#: Somebody who asked for a chunk will ask for the next one; the item stays at least so long.
+_PULL_GRACE_S = 2.0
+
+
+class HeldItem:
+    """One item. Its bytes never change; whoever still has a view of them keeps them alive."""
+
+    __slots__ = ("_data", "checksums", "dtype", "key", "leased_until_s", "num_bytes", "shape")
+
+    def __init__(self, key: str, embeds: torch.Tensor, data: torch.Tensor, checksums: list[bytes]) -> None:
+        rows, width = embeds.shape
+        self.key = key
+        self.shape = (rows, width)
+        self.dtype = dtype_name(embeds.dtype)
+        self.num_bytes = embeds.nbytes
+        self.checksums = checksums  # XXH3-128 of each chunk
+        self.leased_until_s = 0.0  # monotonic
+        self._data = bytes_of(data)
+
+    @property
+    def cost_bytes(self) -> int:
+        return self.num_bytes + ITEM_OVERHEAD_BYTES
+
+    def chunk(self, index: int) -> memoryview:
+        """No copy."""
+        return self._data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+
+    def damaged_chunk(self) -> int | None:
+        """The first chunk that is not what was saved."""
+        for index, checksum in enumerate(self.checksums):
+            if xxhash.xxh3_128_digest(self.chunk(index)) != checksum:
+                return index
+        return None
+
+
+class ItemMemory(ECStore):
+    """At most `capacity_bytes`. A saved item is leased for `lease_s`: not evicted until it was pulled once or that time
+    is over. `changed` is called, on any thread, when `take_changes` has something to tell. Every method: any thread."""
+
+    def __init__(self, capacity_bytes: int, lease_s: float, changed: Callable[[], None]) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._lease_s = lease_s
+        self._changed = changed
+        self._lock = threading.Lock()
+        self._items: OrderedDict[str, HeldItem] = OrderedDict()  # the one used least recently first
+        self._used_bytes = 0  # of items, and of those being written
+        self._changes: dict[str, bool] = {}
+        self._evictions = 0
+        self._closed = False
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        with self._lock:
+            return [key in self._items for key in keys]
+
+    def read(self, key: str, target: LoadTarget) -> None:
+        item = self.find(key)
+        if item is None:
+            raise ItemError("item is not held any more")
+        if (item.dtype, item.shape) != (dtype_name(target.dtype), target.shape):
+            raise ItemError(f"item is {item.dtype} {item.shape}, not {dtype_name(target.dtype)} {target.shape}")
+        for index, checksum in enumerate(item.checksums):
+            chunk = item.chunk(index)
+            if xxhash.xxh3_128_digest(chunk) != checksum:
+                self.drop(item)
+                raise ItemError("checksum of the item does not match", damaged=True)
+            target.write(chunk, index * CHUNK_BYTES)
+
+    def write(self, key: str, source: SaveSource) -> None:
+        num_bytes = source.embeds.nbytes
+        with self._lock:
+            present = self._items.get(key)
+            if present is not None:
+                self._items.move_to_end(key)
+                present.leased_until_s = time.monotonic() + self._lease_s
+        if present is not None:
+            if present.damaged_chunk() is None:
+                return
+            self.drop(present)
+        if not num_bytes:
+            raise ItemError("an item without bytes")
+        if num_bytes > MAX_CHUNKS * CHUNK_BYTES:
+            raise ItemError(f"an item of {num_bytes} bytes is longer than {MAX_CHUNKS} MiB")
+        cost_bytes = num_bytes + ITEM_OVERHEAD_BYTES
+        self._reserve(cost_bytes)
+        try:
+            item = _copy(key, source)
+            source.check()
+        except BaseException:
+            with self._lock:
+                self._used_bytes -= cost_bytes
+            raise
+        item.leased_until_s = time.monotonic() + self._lease_s
+        with self._lock:
+            if self._closed or key in self._items:  # two writers of one item: the first one's stays
+                self._used_bytes -= cost_bytes
+            if self._closed:
+                raise StoreError("closed")
+            self._changes[key] = True
+            self._items.setdefault(key, item)
+
+    def find(self, key: str) -> HeldItem | None:
+        """The item, for somebody who is about to read some of it."""
+        with self._lock:
+            item = self._items.get(key)
+            if item is not None:
+                self._items.move_to_end(key)
+                item.leased_until_s = max(item.leased_until_s, time.monotonic() + _PULL_GRACE_S)
+            return item
+
+    def pulled(self, key: str) -> None:
+        """Somebody has all of it: it may go when there is no room."""
+        with self._lock:
+            if key in self._items:
+                self._items[key].leased_until_s = 0.0
+
+    def drop(self, item: HeldItem) -> None:
+        """It is damaged."""
+        with self._lock:
+            if self._items.get(item.key) is not item:
+                return
+            self._remove(item)
+        self._changed()
+
+    def take_changes(self) -> dict[str, bool]:
+        """What came (True) and went (False) since the last call."""
+        with self._lock:
+            changes, self._changes = self._changes, {}
+            return changes
+
+    def num_leased(self) -> int:
+        """Items that nobody has pulled yet, and whose lease still runs."""
+        now_s = time.monotonic()
+        with self._lock:
+            return sum(item.leased_until_s > now_s for item in self._items.values())
+
+    def take_counters(self) -> Mapping[str, int]:
+        with self._lock:
+            evictions, self._evictions = self._evictions, 0
+        return {"evictions": evictions}
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._items.clear()
+
+    def _reserve(self, cost_bytes: int) -> None:
+        """Make room. Raises ItemError where there is none; then nothing was evicted."""
+        now_s = time.monotonic()
+        with self._lock:
+            lacking_bytes = self._used_bytes + cost_bytes - self._capacity_bytes
+            victims = []
+            for item in self._items.values():
+                if lacking_bytes <= 0:
+                    break
+                if item.leased_until_s <= now_s:
+                    victims.append(item)
+                    lacking_bytes -= item.cost_bytes
+            if lacking_bytes > 0:
+                raise ItemError(
+                    f"no room for {cost_bytes} bytes in the encoder's memory: capacity_bytes={self._capacity_bytes}, "
+                    f"{len(self._items)} items, leased ones are not evicted"
+                )
+            for item in victims:
+                self._remove(item)
+            self._evictions += len(victims)
+            self._used_bytes += cost_bytes
+
+    def _remove(self, item: HeldItem) -> None:
+        del self._items[item.key]
+        self._used_bytes -= item.cost_bytes
+        self._changes[item.key] = False
+
+
+def _copy(key: str, source: SaveSource) -> HeldItem:
+    """Each chunk's checksum is taken of the copy, while it is still in the core's cache."""
+    data = torch.empty(source.embeds.nbytes, dtype=torch.uint8)
+    theirs = source.embeds.detach().view(-1).view(torch.uint8)
+    ours = bytes_of(data)
+    checksums = []
+    for begin in range(0, len(ours), CHUNK_BYTES):
+        end = min(begin + CHUNK_BYTES, len(ours))
+        data[begin:end].copy_(theirs[begin:end])
+        checksums.append(xxhash.xxh3_128_digest(ours[begin:end]))
+    return HeldItem(key, source.embeds, data, checksums)

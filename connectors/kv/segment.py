@@ -1,0 +1,153 @@
+"""A producer's KV cache in memory that consumers on the same host can read.
+
+The memory is a memfd: it has no name in any file system, no size limit but the machine's, takes no page before it is
+written to, and is gone with the last process that holds it, however that ended. A consumer gets its descriptor over a
+Unix socket in the abstract namespace, whose name is 128 random bits that only the handle tells. Whoever can connect is
+on the same host, in the same network namespace; no other test of "same host" is needed, or could be trusted more.
+
+Three things keep the two sides from each other's memory. The kernel says who connects, and only the producer's own user
+gets the descriptor. It is sealed: nobody can map it for writing any more, or make it shorter, which would end a reader
+with SIGBUS. And a consumer looks at nothing but bytes, whose checksum the producer has sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import logging
+import mmap
+import os
+import platform
+import secrets
+import socket
+import struct
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from connectors.kv.rows import Bytes
+
+log = logging.getLogger(__name__)
+
+_NAME = "\0triptych-kv-"
+_F_SEAL_FUTURE_WRITE = 0x10  # not in module fcntl
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
+_MAX_OFFER_BYTES = 1024
+#: How long a consumer waits for the descriptor; the producer's thread may be at work on a message.
+_OFFER_S = 1.0
+#: Consumers served between two looks at other work.
+_ACCEPTS = 16
+
+
+class SameHost(enum.StrEnum):
+    """When blocks are read from the producer's memory instead of pulled over the network."""
+
+    AUTO = "auto"  # where that can be done
+    NEVER = "never"
+    ALWAYS = "always"  # a pull from another host fails
+
+
+class UnreachableError(Exception):
+    """The producer's memory cannot be mapped here; holds the reason."""
+
+
+class _Offer(msgspec.Struct, array_like=True, frozen=True):
+    """What comes with the descriptor."""
+
+    instance: str
+    num_blocks: int
+    row_bytes: int
+
+
+def host_identity() -> str:
+    """This host's name and the first digits of its boot's identity, for errors that must tell two hosts apart."""
+    boot_id = ""
+    with contextlib.suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    return f"{platform.node()[:255]}/{boot_id}"
+
+
+class SharedSegment:
+    """The producer's end. Raises OSError from the constructor where this system has no such memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memfd_create")
+        self.name = secrets.token_hex(16)
+        self._offer = b""
+        self._fd = os.memfd_create("triptych-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            os.ftruncate(self._fd, num_bytes)
+            memory = mmap.mmap(self._fd, num_bytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            self.listener.setblocking(False)
+            self.listener.bind(_NAME + self.name)
+        except OSError:
+            self.close()
+            raise
+        self.memory = torch.frombuffer(memory, dtype=torch.uint8)  # [num_bytes]; it keeps the mapping
+
+    def holds(self, blocks: torch.Tensor) -> bool:
+        """Whether a cache begins where the segment does."""
+        return blocks.data_ptr() == self.memory.data_ptr()
+
+    def offer(self, instance: str, num_blocks: int, row_bytes: int) -> None:
+        """Let consumers in from now on."""
+        self._offer = msgspec.msgpack.encode(_Offer(instance, num_blocks, row_bytes))
+        self.listener.listen(_ACCEPTS)
+
+    def serve(self) -> None:
+        """Hand the descriptor to the consumers that wait for it. The serving thread; never waits."""
+        for _ in range(_ACCEPTS):
+            try:
+                consumer, _address = self.listener.accept()
+            except OSError:
+                return
+            # A consumer that is gone already, or of another user, gets nothing and pulls over the network.
+            with consumer, contextlib.suppress(OSError):
+                consumer.setblocking(False)
+                credentials = consumer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+                if struct.unpack("3i", credentials)[1] == os.getuid():
+                    socket.send_fds(consumer, [self._offer], [self._fd])
+
+    def close(self) -> None:
+        """Let nobody in any more. The memory stays while a tensor or a consumer uses it. Idempotent."""
+        self.listener.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class MappedSegment:
+    """The consumer's end: `rows`, `[num_blocks, row_bytes]`, read-only. It may be read for as long as it is held, also
+    when the producer has died. The constructor waits a second at most; it raises UnreachableError."""
+
+    def __init__(self, name: str, instance: str, row_bytes: int) -> None:
+        self.name = name
+        fds: list[int] = []
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+                asking.settimeout(_OFFER_S)
+                asking.connect(_NAME + name)
+                data, fds, _flags, _address = socket.recv_fds(asking, _MAX_OFFER_BYTES, 1)
+            if not fds:
+                raise UnreachableError("the producer runs as another user")
+            offer = msgspec.msgpack.decode(data, type=_Offer)
+            if (offer.instance, offer.row_bytes) != (instance, row_bytes):
+                raise UnreachableError("the memory is another engine's")
+            num_bytes = offer.num_blocks * row_bytes
+            if not fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fds[0]).st_size < num_bytes:
+                raise UnreachableError("the memory might be cut short under our eyes")
+            memory = mmap.mmap(fds[0], num_bytes, prot=mmap.PROT_READ)
+        except ConnectionRefusedError:
+            raise UnreachableError("the producer is on another host or in another network namespace") from None
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            raise UnreachableError(f"the producer's memory cannot be mapped: {error}") from None
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self.rows: Bytes = np.frombuffer(memory, dtype=np.uint8).reshape(-1, row_bytes)  # it keeps the mapping

@@ -1,0 +1,1 @@
+"""Executors: where the model runner lives, and how steps get to it."""

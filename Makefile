@@ -5,7 +5,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/*.proto)
-MODEL := .cache/model
 OLDEST := .cache/transformers-5.17/.installed
 
 .DEFAULT_GOAL := help
@@ -22,14 +21,11 @@ $(STAMP): pyproject.toml constraints.txt .ci/system-packages
 	$(PIP) --editable '.[engine,dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP) ## start all services on loopback, ask one question about a picture, stop
-	@$(BIN)/python -m demo
+demo: $(STAMP) ## start all services on loopback, ask about drawn pictures (or IMAGE=file, or SEED=number again), stop
+	@$(BIN)/python -m demo $(if $(SEED),--seed $(SEED)) $(if $(IMAGE),--image '$(IMAGE)')
 
-up: $(STAMP) $(MODEL) ## start all services on loopback and stay up
-	$(BIN)/triptych up --model $(MODEL) --router-port 50060 --http-port 8000
-
-$(MODEL): | $(STAMP)
-	$(BIN)/python -m demo.random_checkpoint $(MODEL)
+up: $(STAMP) ## start all services on loopback, with the demo model, and stay up
+	$(BIN)/triptych up --router-port 50060 --http-port 8000
 
 test: $(STAMP) lint $(OLDEST) ## everything that must hold before a change lands
 	sh .ci/system-packages redis-server

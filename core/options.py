@@ -35,8 +35,8 @@ _STORAGE_CONNECTOR = "ECSharedStorageConnector"
 _EC_PEER_CONNECTOR = "ECPeerConnector"
 _PEER_CONNECTOR = "KVPeerConnector"
 _PULLED_FROM = (_EC_PEER_CONNECTOR, _PEER_CONNECTOR, "KVSharedMemoryConnector")
-#: Where `make demo` makes the demo model.
-_DEMO_MODEL = Path(__file__).resolve().parents[1] / ".cache" / "model"
+#: Trained on drawn pictures; see its README.
+_DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 _MAX_IMAGES_LIMIT = 1024
 
 
@@ -224,7 +224,7 @@ def _engine_config(stage: Stage, options: dict[str, Any], model: Path, where: st
 def _model_folder(given: str | None) -> Path:
     if given is None:
         if not (_DEMO_MODEL / "config.json").is_file():
-            reason = "no --model given and the demo model has not been made yet: `make demo` makes one"
+            reason = f"no --model given, and the demo model is not in {_DEMO_MODEL}"
             raise ConfigError("--model", None, reason)
         return _DEMO_MODEL
     # Absolute, because the engine's process may have another working directory; links are kept for their names.

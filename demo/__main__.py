@@ -1,96 +1,96 @@
-"""`make demo`: a whole Triptych on loopback, one picture, one question, the answer and where its time went.
+"""`make demo`: a whole Triptych on loopback, new pictures, questions about them, answers, and where the time went.
 
-Until the trained demo model is there, the model has random weights: its answer is noise, but it depends on every pixel
-and every token that went through the three services.
+The model is this project's own (demo/model), trained on pictures like these and never on these.
 """
 
 from __future__ import annotations
 
-import io
+import os
 import random
 import sys
 from pathlib import Path
 
 import click
 import grpc
-from PIL import Image, ImageDraw
 
 from cli.client import describe, image_request
 from cli.cluster import ClusterError, LocalCluster
 from cli.timeline import render
 from core.convert import spans_from_proto
 from core.server import CHANNEL_OPTIONS
-from demo.random_checkpoint import make_checkpoint
+from demo import terminal_picture
+from demo.questions import ONE_PICTURE, SEVERAL_PICTURES, draw_question
 from protos import common_pb2, router_pb2_grpc
 
 _ROOT = Path(__file__).resolve().parent.parent
-_COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")
-_SHAPES = ("circle", "square", "triangle")
 _TIMEOUT_S = 60.0
-
-
-def draw_picture(seed: int) -> tuple[bytes, str]:
-    """A PNG of one shape, and what it shows."""
-    draw_from = random.Random(seed)
-    width, height = draw_from.choice([(224, 224), (224, 160), (160, 224)])
-    colour, shape = draw_from.choice(_COLOURS), draw_from.choice(_SHAPES)
-    size = draw_from.randint(60, 120)
-    left, top = draw_from.randint(0, width - size), draw_from.randint(0, height - size)
-    image = Image.new("RGB", (width, height), "white")
-    draw = ImageDraw.Draw(image)
-    box = (left, top, left + size, top + size)
-    if shape == "circle":
-        draw.ellipse(box, fill=colour)
-    elif shape == "square":
-        draw.rectangle(box, fill=colour)
-    else:
-        draw.polygon([(left, top + size), (left + size, top + size), (left + size // 2, top)], fill=colour)
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return out.getvalue(), f"a {colour} {shape} on white, {width}x{height}"
 
 
 @click.command()
 @click.option(
-    "--image", "file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Ask about this one."
+    "--image",
+    "files",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Ask about this file instead of a drawn picture; again for several.",
 )
-@click.option("--prompt", default="What is in the picture?", show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), default=24, show_default=True)
-def main(file: Path | None, prompt: str, max_tokens: int) -> None:
-    """Start every service on loopback, ask one question about a picture, stop."""
-    model = _ROOT / ".cache" / "model"
-    if not (model / "config.json").is_file():
-        model.parent.mkdir(exist_ok=True)
-        make_checkpoint(model)
-    if file is not None:
-        picture, shows = file.read_bytes(), str(file)
-    else:
-        picture, shows = draw_picture(random.randrange(1 << 32))
+@click.option("--prompt", default="What is in the picture?", show_default=True, help="What to ask about --image.")
+@click.option("--seed", type=click.IntRange(0), help="Draw the pictures of that number again.")
+@click.option("--max-tokens", type=click.IntRange(1), default=48, show_default=True)
+def main(files: tuple[Path, ...], prompt: str, seed: int | None, max_tokens: int) -> None:
+    """Start every service on loopback, ask about pictures, stop."""
     print("starting encoder, prefill, decode and router on loopback …", flush=True)
     try:
-        with LocalCluster(model, log_dir=_ROOT / ".cache" / "demo-logs") as cluster:
+        with LocalCluster(log_dir=_ROOT / ".cache" / "demo-logs") as cluster:
             print(f"router gRPC {cluster.router}, HTTP {cluster.http}")
-            print(f"\npicture   {shows}\nquestion  {prompt}\nanswer    ", end="", flush=True)
-            spans = _ask(cluster.router, picture, prompt, max_tokens)
-    except (ClusterError, grpc.RpcError) as error:
+            if files:
+                pictures = [file.read_bytes() for file in files]
+                _show(pictures, [str(file) for file in files])
+                print(f"question  {prompt}")
+                _, timeline = _ask(cluster.router, pictures, prompt, max_tokens)
+                print(f"\n{timeline}")
+                return
+            seed = random.randrange(1_000_000) if seed is None else seed
+            for kinds in (ONE_PICTURE, SEVERAL_PICTURES):
+                _draw_and_ask(cluster.router, seed, random.Random(seed).choice(kinds), max_tokens)
+            print(f"\nthe same pictures again: make demo SEED={seed}")
+    except (ClusterError, grpc.RpcError, OSError) as error:
         raise click.ClickException(describe(error) if isinstance(error, grpc.RpcError) else str(error)) from error
-    print("          (the weights are random, and so is what they say)\n")
-    print(spans)
 
 
-def _ask(router: str, picture: bytes, prompt: str, max_tokens: int) -> str:
-    """Stream one answer to standard output; return its timeline, drawn."""
+def _draw_and_ask(router: str, seed: int, kind: str, max_tokens: int) -> None:
+    question = draw_question(seed, kind)
+    _show(question.pictures, question.shows)
+    print(f"question  {question.prompt}")
+    answer, timeline = _ask(router, question.pictures, question.prompt, max_tokens)
+    print("          which is right" if answer == question.answer else f"          right would be: {question.answer}")
+    print(f"\n{timeline}")
+
+
+def _show(pictures: list[bytes], shows: list[str]) -> None:
+    print()
+    if terminal_picture.can_show(sys.stdout):
+        true_colour = os.environ.get("COLORTERM") in ("truecolor", "24bit")
+        print(terminal_picture.draw(pictures, rows=12 if len(pictures) == 1 else 8, true_colour=true_colour))
+    for number, text in enumerate(shows, start=1):
+        print(f"picture {number if len(shows) > 1 else ' '} {text}")
+
+
+def _ask(router: str, pictures: list[bytes], prompt: str, max_tokens: int) -> tuple[str, str]:
+    """Stream one answer to standard output; return it and its timeline, drawn."""
     sampling = common_pb2.SamplingParams(temperature=0, max_tokens=max_tokens)
-    timeline = ""
+    answer, timeline = "", ""
+    print("answer    ", end="", flush=True)
     with grpc.insecure_channel(router, options=CHANNEL_OPTIONS) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
-        for response in stub.Generate(image_request(prompt, [picture], sampling), timeout=_TIMEOUT_S):
+        for response in stub.Generate(image_request(prompt, pictures, sampling), timeout=_TIMEOUT_S):
             print(response.text, end="", flush=True)
+            answer += response.text
             if response.HasField("finished"):
                 utf8 = (sys.stdout.encoding or "").lower().startswith("utf")
                 timeline = render(spans_from_proto(response.finished.timeline), block="█" if utf8 else "#")
     print()
-    return timeline
+    return answer, timeline
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Awaitable
@@ -123,8 +124,10 @@ class AsyncMPClient:
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await asyncio.shield(self._exit)
             except (EngineError, TimeoutError):  # it is still starting, and listens to nobody; or it hangs
+                # Not `Process.kill`: where the engine has just ended by itself that takes its exit code away from the
+                # watcher, which then warns of an unknown child.
                 with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
+                    os.kill(self._process.pid, signal.SIGKILL)
                 await self._exit
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()

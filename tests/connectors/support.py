@@ -103,8 +103,16 @@ class ECSides:
         return answers[0]
 
     def report(self) -> ECConnectorOutput:
-        output: ECConnectorOutput = self.bell.wait_for(self.worker.get_finished)
-        self.scheduler.update_connector_output(output)
+        """The next report of an order; reports of nothing else are only handed to the scheduler side."""
+
+        def ended() -> ECConnectorOutput | None:
+            output = self.worker.get_finished()
+            if output:
+                self.scheduler.update_connector_output(output)
+            orders = output.finished_saving or output.failed_saving or output.finished_loading or output.failed_loading
+            return output if orders else None
+
+        output: ECConnectorOutput = self.bell.wait_for(ended)
         return output
 
     def save(self, key: str, embeds: torch.Tensor) -> ECConnectorOutput:

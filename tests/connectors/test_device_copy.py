@@ -38,7 +38,8 @@ def test_embeddings(tmp_path: Path, closing: Callable[[ECPair], ECPair], device:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_blocks(closing: Callable[[KVPair], KVPair], device: str, dtype: torch.dtype) -> None:
-    prefill = closing(KVPair(KVRole.PRODUCER, dtype=dtype, device=device))
+    # "staged" is host memory that pretends; it must not be shared as such.
+    prefill = closing(KVPair(KVRole.PRODUCER, dtype=dtype, device=device, same_host="never"))
     decode = closing(KVPair(KVRole.CONSUMER, dtype=dtype, device=device, blocks_per_message=2))
     theirs, ours = [4, 5, 6, 15, 0], [8, 7, 0, 1, 2]
     decode.pull("d", prefill.lease("r", theirs), ours)

@@ -142,6 +142,7 @@ def test_a_store_that_goes_down_and_comes_back(redis: RedisServer, theirs: ECSid
     redis.start()
     poll_until(lambda: _goes_to_the_store(theirs))
     held = num_held(theirs)
+    poll_until(lambda: has(theirs, 1000 + held) and has(ours, 1000 + held))  # both have left it alone for long enough
     for n in range(8, 12):
         arrives(theirs, ours, n)
     assert num_held(theirs) == held

@@ -103,7 +103,7 @@ def test_a_plugin_may_have_the_name_of_ours() -> None:
             ConnectorConfig("ECSharedStorage"),
             "--ec-connector",
             "ECSharedStorage",
-            "known ones are ECSharedStorageConnector",
+            "known ones are ECPeerConnector, ECRedisConnector, ECSharedMemoryConnector, ECSharedStorageConnector",
         ),
         (ConnectorConfig(""), "--ec-connector", "", "unknown connector"),
         (ConnectorConfig("A", "no.such.module"), "--ec-connector-module-path", "no.such.module", "ModuleNotFoundError"),

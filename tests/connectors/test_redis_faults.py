@@ -196,7 +196,7 @@ def test_close_does_not_wait_for_a_frozen_redis(tmp_path: Path, secure: bool) ->
         began_s = time.monotonic()
         pair.worker.close()
         assert time.monotonic() - began_s < 2
-        assert connector_threads() == []
+        poll_until(lambda: connector_threads() == [])
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def test_the_demo_model_is_the_default_once_it_is_there(model: str, monkeypatch:
     monkeypatch.setattr(core_options, "_DEMO_MODEL", Path(model))
     assert parse(Stage.ENCODER)[0].model == model
     monkeypatch.setattr(core_options, "_DEMO_MODEL", Path(model) / "absent")
-    with pytest.raises(ConfigError, match="the demo model has not been made yet: `make demo` makes one"):
+    with pytest.raises(ConfigError, match="no --model given, and the demo model is not in"):
         parse(Stage.ENCODER)
 
 

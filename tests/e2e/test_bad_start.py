@@ -158,7 +158,11 @@ def options(model: Path) -> dict[str, Start]:
         ),
         "a key that the connector lacks": encoder(
             f"--ec-connector-extra-config={storage}",
-            expected=["--ec-connector-extra-config colour='1'", "unknown key; the known ones are shared_storage_path"],
+            expected=[
+                "--ec-connector-extra-config colour='1'",
+                "unknown key; the known ones are",
+                "shared_storage_path",
+            ],
         ),
         "a module that is none": prefill(
             "--kv-connector=Mine",
@@ -260,8 +264,8 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
 # ---- folders of the encoder cache, and ports ----
 
 
-def storage(path: Path | str) -> str:
-    return f"--ec-connector-extra-config={json.dumps({'shared_storage_path': str(path)})}"
+def storage(path: Path | str, **more: int) -> str:
+    return f"--ec-connector-extra-config={json.dumps({'shared_storage_path': str(path), **more})}"
 
 
 def places(model: Path, folder: Path, port: str) -> dict[str, Start]:

@@ -22,24 +22,29 @@ def test_a_store_that_is_full_or_read_only_or_gone_is_named_and_comes_back(tiny_
     store.mkdir()
     small = picture(400, 64, 64)  # 4 kB of embeddings
     large = picture(401, 512, 512)  # 256 kB
-    with Mounted(store, size_bytes=128 << 10) as mounted:
+    with Mounted(store, size_bytes=320 << 10) as mounted:
+        (store / "of somebody else").write_bytes(bytes(200 << 10))
+        there_is = storage(store / "ec", capacity_bytes=320 << 10)
         local = LocalCluster(
             tiny_model,
-            service_args=["--dtype=float32", "--max-model-len=1024", "--no-ec-peer-fallback", storage(store / "ec")],
+            service_args=["--dtype=float32", "--max-model-len=1024", "--no-ec-peer-fallback", there_is],
             log_dir=tmp_path / "logs",
         )
         with local:
             there = Cluster(local)
             answer = there.tokens(question(small), max_tokens=4)
-            assert unavailable(there, large) == "No space left on device"
+            assert unavailable(there, large) == "storage: No space left on device"
             assert there.tokens(question(small), max_tokens=4) == answer
             mounted.set_read_only(True)
-            assert unavailable(there, picture(402, 64, 64)) == "Read-only file system"
+            assert unavailable(there, picture(402, 64, 64)) == "storage: Read-only file system"
             assert there.tokens(question(small), max_tokens=4) == answer
             mounted.set_read_only(False)
             assert len(there.tokens(question(picture(402, 64, 64)), max_tokens=4)) == 4
             mounted.unmount()
-            assert unavailable(there, picture(403, 64, 64)) == "No such file or directory"
+            assert (
+                unavailable(there, picture(403, 64, 64))
+                == "the storage folder cannot be reached: No such file or directory"
+            )
             mounted.mount()
             (store / "ec").mkdir()
             assert len(there.tokens(question(picture(403, 64, 64)), max_tokens=4)) == 4
@@ -64,7 +69,7 @@ def unavailable(there: Cluster, image: bytes) -> str:
         there.tokens(question(image), max_tokens=4)
     code, details = caught.value.code(), caught.value.details()
     assert code is grpc.StatusCode.UNAVAILABLE, details
-    said = "encoder is unavailable: the encoder cache was not written: storage: "
+    said = "encoder is unavailable: the encoder cache was not written: "
     assert details.startswith(said), details
     there.wait_empty()
     return str(details.removeprefix(said))

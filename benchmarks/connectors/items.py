@@ -1,0 +1,46 @@
+"""Items of the sizes measured, and the memory that they are moved between."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from connectors.device_copy import DeviceCopies
+from connectors.ec.store import LoadTarget, SaveSource
+
+NAMESPACE = "0123456789abcdef" * 4
+DTYPE = torch.bfloat16
+WIDTH = 2048
+ROW_BYTES = WIDTH * DTYPE.itemsize
+
+HOST = DeviceCopies(torch.device("cpu"))
+
+
+def key_of(number: int) -> str:
+    return f"{number:064x}"
+
+
+def random_item(size_bytes: int) -> torch.Tensor:
+    """`[size_bytes / ROW_BYTES, WIDTH]` of DTYPE: random bytes, so that nothing can be saved on them."""
+    raw = np.random.default_rng(size_bytes).integers(0, 256, size_bytes, dtype=np.uint8)
+    return torch.from_numpy(raw).view(DTYPE).view(-1, WIDTH)
+
+
+def empty_item(size_bytes: int) -> torch.Tensor:
+    """As `random_item`, zero, every page touched."""
+    return torch.zeros(size_bytes, dtype=torch.uint8).view(DTYPE).view(-1, WIDTH)
+
+
+def source_of(embeds: torch.Tensor) -> SaveSource:
+    return SaveSource(embeds, lambda: False)
+
+
+def target_in(buffer: torch.Tensor) -> LoadTarget:
+    return LoadTarget(buffer, HOST)
+
+
+def expect_same(what: str, arrived: torch.Tensor, sent: torch.Tensor) -> None:
+    """Clears `arrived` for whoever is next. Raises RuntimeError: what moves wrong bytes is not worth measuring."""
+    if not torch.equal(arrived.view(torch.uint8), sent.view(torch.uint8)):
+        raise RuntimeError(f"{what}: what arrived is not what was sent")
+    arrived.zero_()

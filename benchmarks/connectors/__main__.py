@@ -64,7 +64,7 @@ def parse_groups(_context: object, _option: object, text: str) -> list[str]:
 )
 @click.option("--only", "groups", default=",".join(_GROUPS), show_default=True, callback=parse_groups)
 @click.option(
-    "--repeat", "rounds", type=click.IntRange(1, 1000), default=11, show_default=True, help="Rounds; the median counts."
+    "--repeat", "rounds", type=click.IntRange(1, 1000), default=9, show_default=True, help="Rounds; the median counts."
 )
 @click.option(
     "--folder",

@@ -170,9 +170,9 @@ def test_a_store_may_stop_fill_and_spoil_what_it_holds(
             namespace = there.info("encoder").namespace_digest
             items = [StoredItem(namespace, item_key(content_hash(image), namespace)) for image in PICTURES]
             faults: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
+                ("spoilt", lambda: spoil(harness, items), lambda: None),
                 ("stopped", harness.stop, harness.start),
                 ("full", harness.fill, harness.free),
-                ("spoilt", lambda: spoil(harness, items), lambda: None),
                 ("stopped again", harness.stop, harness.start),
             ]
             with Load(there, expected) as load:

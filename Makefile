@@ -8,7 +8,7 @@ PROTOS := $(wildcard protos/*.proto)
 OLDEST := .cache/transformers-5.17/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test lint bench protos clean
+.PHONY: help install demo up test kit lint bench train protos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,6 +39,10 @@ $(OLDEST): | $(STAMP)
 	    transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi
 	@touch $(OLDEST)
 
+kit: $(STAMP) ## the conformance kit on every connector; `make test` has three of them
+	sh .ci/system-packages redis-server
+	$(BIN)/python -m pytest tests/connectors/test_conformance.py -m 'whole_kit or not whole_kit'
+
 lint: $(STAMP) ## format, style, types, import floors
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -47,6 +51,9 @@ lint: $(STAMP) ## format, style, types, import floors
 
 bench: $(STAMP) ## throughput and latency beside transformers, same model, same run
 	$(BIN)/python -m benchmarks.serving
+
+train: $(STAMP) ## train the demo model again (some 75 minutes on two cores); goes on where it was stopped
+	$(BIN)/python -m demo.training
 
 protos: $(STAMP) ## generate the Python code of protos/
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ def main(
     meeting: Path | None,
 ) -> None:
     """Train, and write checkpoint and plots."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that other workers are ended too
     keep_memory()
     if device == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))

@@ -10,6 +10,7 @@ from typing import Any
 
 def draw_plots(history: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write `loss.png` and `accuracy.png`. Needs matplotlib, which the extra `train` brings."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     steps = [point["step"] for point in history]
@@ -22,10 +23,13 @@ def draw_plots(history: Sequence[dict[str, Any]], folder: Path) -> None:
 
     figure = Figure((8, 4.5), layout="constrained")
     axes = figure.subplots()
+    colours = iter(colormaps["tab20"](range(20)))
     for name in sorted({name for point in history for name in point["accuracy"]}):
         own = [(point["step"], point["accuracy"][name]) for point in history if name in point["accuracy"]]
-        axes.plot(*zip(*own, strict=True), label=name, linewidth=1.0)
-    axes.set(xlabel="step", ylabel="right", title="Answers right from the first token to the last, never seen before")
+        axes.plot(*zip(*own, strict=True), label=name, linewidth=1.0, color=next(colours))
+    title = "Answers wholly right, on pictures never seen before (moving averages, from zero at each stage)"
+    axes.set(xlabel="step", ylabel="right")
+    axes.set_title(title, fontsize=10)
     axes.legend(ncols=3, fontsize=8)
     _mark_stages(axes, history)
     figure.savefig(folder / "accuracy.png", dpi=100)

@@ -66,7 +66,13 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Each takes some 14 s of a core; `make test` runs these, `make kit` all of them.
+_ALWAYS = ("shared storage", "redis with TLS and a password", "sqlite")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _ALWAYS else pytest.param(name, marks=pytest.mark.whole_kit) for name in CASES]
+)
 @pytest.mark.timeout(400)
 def test_the_whole_kit(name: str, server: ForkServer) -> None:
     case = CASES[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,14 @@ def test_weights_are_small_whole_and_in_bfloat16() -> None:
 
 
 def test_every_word_of_questions_and_answers_is_one_token(tokenizer: Any) -> None:
-    for question in held_out(3, 200):
+    words: set[str] = set()
+    for question in held_out(3, 800):
         for text in (question.prompt, question.answer):
-            ids = tokenizer(text)["input_ids"]
-            spelled = sum(mark in "?:,." for mark in text)
-            assert len(ids) == len(text.split()) + spelled, tokenizer.convert_ids_to_tokens(ids)
-            assert tokenizer.decode(ids) == text
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+            words |= set(re.findall(r" \w+", text))
+    assert len(words) > 50
+    for word in words:
+        assert len(tokenizer(word)["input_ids"]) == 1, word
 
 
 def test_any_text_survives(tokenizer: Any) -> None:
@@ -100,7 +103,7 @@ def test_the_template_numbers_pictures_through_all_turns(tokenizer: Any) -> None
     prompts = PromptProcessor(str(MODEL), max_model_len=4096, max_images=4)
     rendered = prompts._template.render(messages)
     assert rendered == expected
-    assert prompts.eos_token_ids[0] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in prompts.eos_token_ids
 
 
 def test_it_answers(transformers: TransformersAnswers) -> None:

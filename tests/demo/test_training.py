@@ -16,19 +16,35 @@ from safetensors.torch import load_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from core.errors import ConfigError
-from demo.pictures import MAX_SIDE, MIN_SIDE, draw_scene, render, to_png
+from demo.pictures import COLOURS, MAX_SIDE, MIN_SIDE, SHAPES, draw_scene, render, to_png
 from demo.questions import KINDS, ONE_PICTURE
-from demo.training.batches import IGNORED, BatchMaker, sides
+from demo.training.batches import BatchMaker, sides
 from demo.training.checkpoint import Sizes, new_model, write_files
 from demo.training.curriculum import STAGES, Stage
 from demo.training.forward import BatchedModel
+from demo.training.labels import IGNORED
 from demo.training.lessons import Lessons
 from demo.training.loop import Run, Settings
 from demo.training.plots import draw_plots
 from demo.training.tokenizer import train_tokenizer
 
 SMALL = Sizes(text_hidden=64, text_heads=2, text_mlp=96, vision_hidden=32, vision_mlp=64)
-STAGE = Stage("all", 6, {}, looks=2, one=2, several=2, one_side=120, several_side=120, looks_side=120, numbers=True)
+STAGE = Stage(
+    "all",
+    6,
+    {},
+    looks=2,
+    one=2,
+    several=2,
+    verdicts=2,
+    things=True,
+    asked=True,
+    repeats=True,
+    one_side=120,
+    several_side=120,
+    looks_side=120,
+    numbers=True,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +105,8 @@ def test_a_branch_is_seen_as_it_is_when_asked_alone(model: Any, several: bool) -
         seen = [batched.see(looks.patches, looks.grid) for looks in batch.looks]
         embeds = torch.cat([embeds for embeds, _ in seen], 1)
         levels = [torch.cat(level, 1) for level in zip(*(levels for _, levels in seen), strict=True)]
-        made = batched.read(batch.token_ids, batch.position_ids, batch.mask(), batch.visual_places, (embeds, levels))
+        states = batched.read(batch.token_ids, batch.position_ids, batch.mask(), batch.visual_places, (embeds, levels))
+        made = states[-1]
         model.model.language_model.config._attn_implementation = "sdpa"
         p = SMALL.patch_size
         for row in range(2):
@@ -143,17 +160,51 @@ def test_labels_name_the_thing_in_each_cell() -> None:
 
 def test_tallies_count_what_was_asked(model: Any) -> None:
     lessons = Lessons(BatchedModel(model), SMALL.text_hidden)
-    loss, cells, numbers, tally = lessons.answer(_maker().several_pictures("t", 3, 4, 120, num_pictures=2))
-    assert loss.item() > 3
-    assert cells.item() > 0
-    assert numbers.item() > 0
+    losses, tally = lessons.answer(_maker().several_pictures("t", 3, 4, 120, num_pictures=2))
+    assert losses.answers.item() > 3
+    assert min(losses.cells, losses.numbers, losses.things, losses.asked, losses.repeats) > 0
     assert sum(asked for name, (_, asked) in tally.items() if name in KINDS) == 12
     assert tally["numbers"][1] > tally["cells"][1] > 0
+    verdicts, repeats, tally = lessons.judge(_maker().verdicts("t", 7))
+    assert min(verdicts, repeats) > 0
+    assert tally == {"verdicts": (0, 7)}
+
+
+def test_names_lead_to_the_only_thing_of_that_name() -> None:
+    maker = _maker()
+    decode = maker._tokenizer.decode
+    batch = maker.one_picture("n", 6, ("what", "colour", "shape", "where", "count"), 224, 4, 2)
+    assert len(batch.named.tokens) > 20
+    for (row, place), colour, shape in zip(
+        batch.named.tokens.tolist(), batch.named.colours.tolist(), batch.named.shapes.tolist(), strict=True
+    ):
+        before, word = (decode([token]).strip() for token in batch.token_ids[row][place - 1 : place + 1].tolist())
+        assert word in (SHAPES[shape], "thing")
+        if before in COLOURS:
+            assert before == tuple(COLOURS)[colour]
+    assert ((batch.named.places > 0) & (batch.named.places < 1)).all()
+    for named in batch.asked:  # at tokens that are followed by the answer's
+        assert (batch.targets[named.tokens[:, 0], named.tokens[:, 1]] != IGNORED).all()
+
+
+def test_verdicts_are_learnt_from_words_alone() -> None:
+    maker = _maker()
+    batch = maker.verdicts("v", 20)
+    assert batch.looks == []
+    for ids, targets in zip(batch.token_ids, batch.targets, strict=True):
+        text = maker._tokenizer.decode(ids.tolist())
+        learnt = maker._tokenizer.decode(targets[targets != IGNORED].tolist())
+        names = text.split("assistant\n")[1].split(":")[0].split(", ")
+        assert text.endswith(learnt)
+        assert learnt.startswith(" yes, the " if len(set(names)) < len(names) else " no")
+    own = batch.repeats.numbers > 0
+    assert (batch.repeats.earlier[own] <= batch.repeats.numbers[own]).all()
+    assert (batch.repeats.earlier > 0).any()
 
 
 def _settings(path: Path, **changes: Any) -> Settings:
     values: dict[str, Any] = {
-        "stages": (dataclasses.replace(STAGE, max_steps=3), dataclasses.replace(STAGE, decay=True))
+        "stages": (dataclasses.replace(STAGE, max_steps=3), dataclasses.replace(STAGE, last_rate=0.0))
     }
     return Settings(path / "model", path / "state.safetensors", sizes=SMALL, save_every=2, **{**values, **changes})
 
@@ -216,7 +267,8 @@ def test_plots(tmp_path: Path) -> None:
 
 def test_the_curriculum_ends_with_everything_and_a_falling_rate() -> None:
     last = STAGES[-1]
-    assert last.decay
+    assert last.last_rate == 0
+    assert not last.goals, "it goes on until the rate is zero"
     assert last.one
     assert last.several
     assert last.one_side == last.several_side == MAX_SIDE

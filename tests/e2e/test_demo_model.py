@@ -41,8 +41,8 @@ def test_sixty_questions_of_all_kinds(served: LocalCluster) -> None:
     assert {question.kind for question in questions} == set(KINDS)
     answers = ask_all(served.router, questions)
     scores = score(questions, answers)
-    assert scores["one picture"].share >= 0.85, {name: str(value) for name, value in scores.items()}
-    assert scores["several pictures"].share >= 0.8, {name: str(value) for name, value in scores.items()}
+    assert scores["one picture"].share >= 0.94, {name: str(value) for name, value in scores.items()}
+    assert scores["several pictures"].share >= 0.9, {name: str(value) for name, value in scores.items()}
     transformers = TransformersAnswers(MODEL, "bfloat16")
     theirs = [transformers.answer(question) for question in questions]
     assert sum(ours == other for ours, other in zip(answers, theirs, strict=True)) >= 59
@@ -81,7 +81,7 @@ def test_swapped_embeddings_show_in_the_answers(tmp_path: Path) -> None:
                     swaps |= {one: other, other: one}
             swaps_path.write_text(json.dumps(swaps))
             shares[name] = score(questions, ask_all(local.router, questions))["several pictures"].share
-    assert shares["as they are"] >= 0.8, shares
+    assert shares["as they are"] >= 0.9, shares
     assert shares["swapped"] <= 0.5, shares
 
 

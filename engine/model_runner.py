@@ -121,7 +121,7 @@ class ModelRunner:
         if self.vision:
             self.adapter.profile_vision(self.max_num_batched_tokens, self.device)
 
-    def allocate(self, sizes: CacheSizes, kv: KVConnectorBase | None) -> None:
+    def allocate(self, sizes: CacheSizes, kv: KVConnectorBase | None = None) -> None:
         """Make the KV cache, in the connector's memory if it has some, and the encoder buffer. Nothing that is served
         is allocated after this."""
         adapter = self.adapter

@@ -166,6 +166,10 @@ class ItemGate:
     def _order_load(self, request: Request, placed: PlacedFeature, *, first: bool) -> None:
         feature = placed.feature
         where = self._cache.allocate(feature.key, feature.num_embeds)
+        if where is None and first and request.held_items:
+            # An item that it needs again later, behind this one: kept, the two would wait for each other.
+            self.let_go(request)
+            where = self._cache.allocate(feature.key, feature.num_embeds)
         if where is None and first and self._take_from_idle(request):
             where = self._cache.allocate(feature.key, feature.num_embeds)
         if where is None:

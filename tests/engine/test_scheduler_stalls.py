@@ -142,3 +142,14 @@ def test_an_id_in_use_is_refused_while_anything_is_held_under_it() -> None:
     bench.step(sent=["r"])
     bench.settle()
     bench.assert_empty()
+
+
+def test_a_picture_that_comes_back_later_does_not_take_the_room_of_the_one_between() -> None:
+    """A, B and A again over a buffer that holds one: kept for its second place, A would wait for B for ever."""
+    bench = Bench(buffer_rows=7, budget=6)
+    bench.store.stored = {A, B}
+    bench.add("r", 20, [(A, 0, 4), (B, 6, 4), (A, 12, 4)])
+    bench.settle()
+    assert bench.last("r").finished
+    assert len(bench.answer("r")) == 4  # the simulated runner has seen each row
+    bench.assert_empty()

@@ -198,6 +198,7 @@ class Lives(RuleBasedStateMachine):
 
 Lives.TestCase.settings = settings(
     max_examples=100,
+    derandomize=True,
     stateful_step_count=100,
     deadline=None,
     suppress_health_check=list(HealthCheck),

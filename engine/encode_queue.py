@@ -87,6 +87,11 @@ class EncodeQueue:
         """Whether the item is on its way."""
         return key in self._jobs
 
+    def wants_room(self, key: str) -> bool:
+        """Whether the item's pixels are ready, and it has no rows in the buffer yet."""
+        job = self._jobs.get(key)
+        return job is not None and job.state is _State.PREPARED
+
     def add(self, request: EngineCoreRequest) -> None:
         """Take an image. The caller has checked that it fits the buffer."""
         assert request.image is not None

@@ -53,6 +53,19 @@ class EncoderCacheManager:
         rows = sum(item.where.num_rows for item in self._items.values() if item.holders or not item.ready)
         return rows * self.row_bytes
 
+    def has_room(self, num_rows: int) -> bool:
+        """Whether `allocate` would find room: the holes and the items that nobody keeps, neighbours joined, have one
+        stretch that is long enough."""
+        if any(hole.num_rows >= num_rows for hole in self._free):
+            return True
+        run, end = 0, -1
+        for stretch in sorted([*self._free, *(self._items[key].where for key in self._idle())], key=lambda s: s.start):
+            run = run + stretch.num_rows if stretch.start == end else stretch.num_rows
+            end = stretch.start + stretch.num_rows
+            if run >= num_rows:
+                return True
+        return False
+
     # ---- changes ----
 
     def allocate(self, key: str, num_rows: int) -> BufferSlice | None:
@@ -96,18 +109,14 @@ class EncoderCacheManager:
                 return BufferSlice(hole.start, num_rows)
         return None
 
+    def _idle(self) -> list[str]:
+        """Items that nobody keeps, oldest first."""
+        return [key for key, item in self._items.items() if item.ready and not item.holders]
+
     def _evict_for(self, num_rows: int) -> BufferSlice | None:
-        idle = [key for key, item in self._items.items() if item.ready and not item.holders]
-        # Would it fit at all? The holes and the idle items, joined, must have one stretch that is long enough.
-        stretches = [*self._free, *(self._items[key].where for key in idle)]
-        longest, end, run = 0, -1, 0
-        for stretch in sorted(stretches, key=lambda s: s.start):
-            run = run + stretch.num_rows if stretch.start == end else stretch.num_rows
-            end = stretch.start + stretch.num_rows
-            longest = max(longest, run)
-        if longest < num_rows:
+        if not self.has_room(num_rows):
             return None
-        for key in idle:
+        for key in self._idle():
             self.drop(key)
             self.num_evictions += 1
             where = self._take(num_rows)

@@ -18,8 +18,8 @@ from engine.stats import StatsCollector
 class ItemGate:
     """Part of the scheduler. Step thread only.
 
-    `idle` gives the requests that hold no turn: waiting and parked ones. Items that only they keep, and that have no KV
-    blocks to show for it, are taken where a request with blocks finds no room.
+    `idle_after` gives the requests without a turn that rank after a given one, the last in rank first: where that one
+    finds no room for the item that it needs next, they lose theirs.
     """
 
     def __init__(
@@ -29,14 +29,15 @@ class ItemGate:
         encodes: EncodeQueue,
         stats: StatsCollector,
         settings: SchedulerSettings,
-        idle: Callable[[], Iterable[Request]],
+        idle_after: Callable[[Request], Iterable[Request]],
     ) -> None:
         self._cache = cache
         self._connector = connector
         self._encodes = encodes
         self._stats = stats
         self._settings = settings
-        self._idle = idle
+        self._idle_after = idle_after
+        self._is_short = False  # somebody lacks room: who ranks after it takes none in this step
         self._load_started: dict[str, float] = {}  # item key -> time
         self._lost: dict[str, set[str]] = {}  # request id -> keys that could not be loaded while it waited for them
 
@@ -57,6 +58,10 @@ class ItemGate:
         ]
         if wanted:
             self._connector.ensure_cache_available([feature.key for feature in wanted])
+
+    def begin_step(self) -> None:
+        """`check` follows for the parked requests, by rank."""
+        self._is_short = False
 
     def fit(self, request: Request, num_tokens: int) -> tuple[int, list[ItemUse]]:
         """Cut a chunk off at its first item that is not in the buffer. The items within the chunk are held."""
@@ -87,12 +92,19 @@ class ItemGate:
         keys that are missing for good; those only once every look-up has answered, so that all are named together."""
         needed = [placed for placed in request.features if placed.end > request.num_computed_tokens]
         undecided, missing = False, []
+        self._let_go_but(request, needed[0].feature.key if needed else "")
         for i, placed in enumerate(needed):
             key = placed.feature.key
             if self._cache.is_ready(key):
                 if i == 0:
                     self._hold(request, key)
-            elif not self._cache.is_filling(key) and not self._encodes.makes(key):
+            elif self._cache.is_filling(key):
+                continue
+            elif self._encodes.makes(key):
+                if i == 0 and self._encodes.wants_room(key):
+                    self._make_room(request, placed.feature.num_embeds)
+                    self._is_short = True  # the room is the encoder's, which takes it in the next step
+            else:
                 # One that could not be loaded is missing, whatever the store says: else a file that is listed but
                 # cannot be read would be loaded for ever.
                 lost = key in self._lost.get(request.request_id, ())
@@ -117,6 +129,20 @@ class ItemGate:
             for key in request.held_items - needed:
                 self._cache.let_go(key, request.request_id)
             request.held_items &= needed
+
+    def _let_go_but(self, request: Request, key: str) -> None:
+        """Let go of what it holds besides `key` and what steps under way read. A parked request that kept an item for
+        later, or for a second time, would wait for itself where the buffer has no room for both."""
+        if not request.held_items.difference((key,)):
+            return
+        read = {
+            placed.feature.key
+            for placed in request.features
+            if placed.end > request.num_executed_tokens and placed.offset < request.num_computed_tokens
+        }
+        for other in request.held_items - read - {key}:
+            self._cache.let_go(other, request.request_id)
+            request.held_items.discard(other)
 
     def let_go(self, request: Request) -> None:
         """Let go of everything that it holds."""
@@ -165,13 +191,12 @@ class ItemGate:
 
     def _order_load(self, request: Request, placed: PlacedFeature, *, first: bool) -> None:
         feature = placed.feature
+        if self._is_short:
+            return
+        if first and not self._make_room(request, feature.num_embeds):
+            self._is_short = True
+            return
         where = self._cache.allocate(feature.key, feature.num_embeds)
-        if where is None and first and request.held_items:
-            # An item that it needs again later, behind this one: kept, the two would wait for each other.
-            self.let_go(request)
-            where = self._cache.allocate(feature.key, feature.num_embeds)
-        if where is None and first and self._take_from_idle(request):
-            where = self._cache.allocate(feature.key, feature.num_embeds)
         if where is None:
             return  # tried again in the next step
         if first:
@@ -180,12 +205,13 @@ class ItemGate:
         self._load_started[feature.key] = time.time()
         self._stats.count("ec_hits_total")
 
-    def _take_from_idle(self, request: Request) -> bool:
-        if not request.block_ids:
-            return False
-        taken = False
-        for other in self._idle():
-            if other is not request and other.held_items and not other.block_ids:
-                self.let_go(other)
-                taken = True
-        return taken
+    def _make_room(self, request: Request, num_rows: int) -> bool:
+        """Whether an item of so many rows can be allocated. Others lose what they hold where that helps."""
+        if self._cache.has_room(num_rows):
+            return True
+        for other in self._idle_after(request):
+            if other.held_items:
+                self._let_go_but(other, "")
+                if self._cache.has_room(num_rows):
+                    return True
+        return False

@@ -10,8 +10,10 @@ items, since a load is usually over before a step would be, and a step reads all
 computes; after that it is computed as far as its first absent item. Items whose look-up says no are named to the
 caller (`missing`), and the request ends.
 
-Holding things cannot deadlock: a request holds at most the item that it needs next and KV blocks. Blocks of parked and
-running requests can be taken (preemption: recompute later), and items that only waiting requests hold can be taken too.
+Holding things cannot deadlock, nor can two requests take from each other for ever, since everything is taken along one
+order, the rank: level, then turn. A parked request holds KV blocks, a row in the runner and at most the item that it
+needs next. Where one finds no room, those that rank after it and do not run give up theirs: items at once, blocks and
+rows (preemption: recompute later) while nothing runs that would free some. So the first in rank always goes on.
 
 A step may be scheduled while the one before it still runs. A request's `num_computed_tokens` is therefore what will be
 in the cache once all scheduled steps have run, its `num_executed_tokens` what is there; `num_pending` tokens will be
@@ -28,6 +30,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 
 from connectors.ec.base import ECConnectorBase
 from connectors.kv.base import SAME_HOST, KVConnectorBase, KVConnectorOutput
@@ -84,13 +87,13 @@ class Scheduler:
             self.encodes,
             self.stats,
             settings,
-            lambda: (*self._resuming.values(), *self._parked.values()),
+            self._idle_after,
         )
         self._outputs = RequestOutputs(self.stats, settings.where)
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue(settings.aging_s)  # hold nothing
         self._parked: dict[str, Request] = {}  # had their turn, lack an item or remote blocks
-        self._resuming: dict[str, Request] = {}  # have what they were parked for; before all that wait
+        self._resuming: list[Request] = []  # have what they were parked for; by rank, before all that wait
         self._running: list[Request] = []  # by rank
         self._known: set[str] = set()  # requests whose state the runner holds
         self._forget: list[str] = []  # requests that the runner must drop
@@ -258,6 +261,8 @@ class Scheduler:
                     continue
                 return
             if request.request_id not in self._known and len(self._known) >= self.settings.max_num_seqs:
+                if request in self._resuming and self._free_row(request):
+                    continue
                 return
             if not request.block_ids:
                 request.num_computed_tokens = request.num_executed_tokens = self.kv.take_computed_blocks(request)
@@ -309,14 +314,14 @@ class Scheduler:
         if not self._resuming:
             return self._waiting.peek(time.time())
         if len(self._known) >= self.settings.max_num_seqs:
-            for request in self._resuming.values():
+            for request in self._resuming:
                 if request.request_id in self._known:
                     return request
-        return next(iter(self._resuming.values()))
+        return self._resuming[0]
 
     def _put_back(self, request: Request) -> None:
         """It stays where it was. One that had no turn yet is to hold nothing while it waits."""
-        if request.request_id not in self._resuming:
+        if request not in self._resuming:
             self.kv.free(request)
             request.num_computed_tokens = request.num_executed_tokens = 0
             self._items.let_go(request)
@@ -359,30 +364,42 @@ class Scheduler:
             blocks = self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens)
             if blocks is not None:
                 return blocks
-            victim = self._victim()
+            victim = self._victim(request)
             self._preempt(victim)
             if victim is request:
                 return None
 
-    def _victim(self) -> Request:
-        """Who gives up its blocks: one that does not run, the latest first; else the last in rank that runs. That one
-        has not been scheduled in this step, since the list is gone through by rank."""
-        for request in (*reversed(self._parked.values()), *reversed(self._resuming.values())):
-            if request.block_ids and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
-                return request
-        return self._running[-1]
+    def _victim(self, request: Request) -> Request:
+        """Who gives up its blocks for one that runs: of those that rank after it, one that does not run; else the last
+        that runs, which may be the request itself. That one has not been scheduled in this step, since the list is
+        gone through by rank."""
+        return next((other for other in self._idle_after(request) if other.block_ids), self._running[-1])
 
     def _free_others(self, request: Request) -> bool:
-        """The first waiting request finds no room while nothing runs that would make some: preempt whoever holds blocks
-        without running, the latest first. False where nobody does, or where something runs."""
-        if self._running:
-            return False
-        for other in (*reversed(self._parked.values()), *reversed(self._resuming.values())):
-            pulling = other.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-            if other is not request and other.block_ids and not pulling:
-                self._preempt(other)
-                return True
-        return False
+        """The first waiting request finds no blocks while nothing runs that would free some: preempt one that ranks
+        after it. False where nobody does, or where something runs."""
+        return self._preempt_one(other for other in self._idle_after(request) if other.block_ids)
+
+    def _free_row(self, request: Request) -> bool:
+        """As `_free_others`, for a row in the runner."""
+        return self._preempt_one(other for other in self._idle_after(request) if other.request_id in self._known)
+
+    def _preempt_one(self, others: Iterator[Request]) -> bool:
+        victim = None if self._running else next(others, None)
+        if victim is not None:
+            self._preempt(victim)
+        return victim is not None
+
+    def _idle_after(self, request: Request) -> list[Request]:
+        """The parked and resuming requests that rank after this one, the last first; not those that are pulling, whose
+        blocks are being written to."""
+        rank = _rank(request)
+        idle = (
+            other
+            for other in (*self._parked.values(), *self._resuming)
+            if other.status is not RequestStatus.WAITING_FOR_REMOTE_KVS and _rank(other) > rank
+        )
+        return sorted(idle, key=_rank, reverse=True)
 
     def _preempt(self, request: Request) -> None:
         self._remove(request)
@@ -433,9 +450,10 @@ class Scheduler:
 
     def _unpark(self) -> None:
         """Send on the parked requests that have what they waited for."""
-        for request in list(self._parked.values()):
-            if request.status is RequestStatus.WAITING_FOR_ENCODER_CACHE:
-                self._advance(request)
+        self._items.begin_step()
+        lacking = [r for r in self._parked.values() if r.status is RequestStatus.WAITING_FOR_ENCODER_CACHE]
+        for request in sorted(lacking, key=_rank):
+            self._advance(request)
 
     def _advance(self, request: Request) -> None:
         """Send a parked request on, end it as missing, or leave it."""
@@ -450,7 +468,7 @@ class Scheduler:
 
     def _resume(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
-        self._resuming[request.request_id] = request
+        insort(self._resuming, request, key=_rank)
 
     # ---- results ----
 
@@ -560,7 +578,9 @@ class Scheduler:
             self._running.remove(request)
         elif request.status in _PARKED:
             del self._parked[request.request_id]
-        elif self._resuming.pop(request.request_id, None) is None:
+        elif request in self._resuming:
+            self._resuming.remove(request)
+        else:
             self._waiting.remove(request)
 
     def _end(

@@ -106,13 +106,26 @@ class ECSides:
         """The next report of an order; reports of nothing else are only handed to the scheduler side."""
 
         def ended() -> ECConnectorOutput | None:
-            output = self.worker.get_finished()
-            if output:
-                self.scheduler.update_connector_output(output)
+            output = self._hand_over()
             orders = output.finished_saving or output.failed_saving or output.finished_loading or output.failed_loading
             return output if orders else None
 
         output: ECConnectorOutput = self.bell.wait_for(ended)
+        return output
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """While reports, of whatever kind, are handed to the scheduler side."""
+
+        def met() -> bool:
+            self._hand_over()
+            return condition()
+
+        self.bell.wait_for(met)
+
+    def _hand_over(self) -> ECConnectorOutput:
+        output = self.worker.get_finished()
+        if output:
+            self.scheduler.update_connector_output(output)
         return output
 
     def save(self, key: str, embeds: torch.Tensor) -> ECConnectorOutput:

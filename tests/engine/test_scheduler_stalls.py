@@ -153,3 +153,37 @@ def test_a_picture_that_comes_back_later_does_not_take_the_room_of_the_one_betwe
     assert bench.last("r").finished
     assert len(bench.answer("r")) == 4  # the simulated runner has seen each row
     bench.assert_empty()
+
+
+def test_a_picture_kept_for_later_does_not_take_the_room_of_one_that_is_being_encoded() -> None:
+    """As above, but B comes from the vision tower of this engine: it is the encoder that needs the room."""
+    bench = Bench(buffer_rows=4, budget=6)
+    bench.store.stored = {A}
+    bench.add("r", 20, [(A, 0, 4), (B, 6, 4), (A, 12, 4)])
+    bench.encode("e", B, 4)
+    bench.settle()
+    assert len(bench.answer("r")) == 4
+    bench.assert_empty()
+
+
+def test_the_first_in_rank_takes_the_runner_s_row_from_one_that_waits_for_the_first_one_s_item() -> None:
+    """`first` has cached blocks and its item, the whole buffer, and waits for the runner's only row; the row is that of
+    `second`, which waits for the buffer."""
+    bench = Bench(buffer_rows=4, max_num_seqs=1)
+    bench.store.stored = {A, B}
+    prompt = list(range(8))
+    bench.add("warm", 8, prompt=prompt, max_tokens=2)
+    bench.settle()
+    bench.add("first", 12, [(A, 8, 4)], prompt=[*prompt, 5, 5, 5, 5], max_tokens=3)
+    bench.step()
+    assert bench.loading == [A]
+    bench.add("second", 20, [(B, 12, 4)], max_tokens=3)
+    bench.step()
+    assert bench.out.num_scheduled_tokens == {"second": 12}
+    bench.step()
+    bench.step(loaded=[A])
+    bench.settle()
+    assert len(bench.answer("first")) == len(bench.answer("second")) == 3
+    assert bench.scheduler.stats.counters["num_preemptions_total"] == 1
+    assert bench.ordered == [A, B], "nobody's item was taken"
+    bench.assert_empty()

@@ -8,7 +8,7 @@ PROTOS := $(wildcard protos/*.proto)
 OLDEST := .cache/transformers-5.17/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test kit lint bench train protos clean
+.PHONY: help install demo up test kit lint bench bench-gpu train protos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,7 +31,7 @@ test: $(STAMP) lint $(OLDEST) ## everything that must hold before a change lands
 	sh .ci/system-packages redis-server
 	PYTHONPATH=$(dir $(OLDEST)) $(BIN)/python -c 'import transformers as t; assert t.__version__ == "5.17.0", t.__version__'
 	PYTHONPATH=$(dir $(OLDEST)) $(BIN)/python -m pytest --quiet tests/engine/models/test_equality.py tests/engine/models/test_grid.py
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # The oldest transformers that we claim to work with, laid over the newest: bare GPU machines carry it.
 $(OLDEST): | $(STAMP)
@@ -51,6 +51,11 @@ lint: $(STAMP) ## format, style, types, import floors
 
 bench: $(STAMP) ## throughput and latency beside transformers, same model, same run
 	$(BIN)/python -m benchmarks.serving
+
+# The system's Python: a GPU machine has torch, Triton and transformers, and often no package index.
+bench-gpu: ## kernels on this machine's GPU, correctness first, then beside its ceilings and PyTorch; into .cache
+	mkdir -p .cache
+	$(PYTHON) -m benchmarks.kernels --json .cache/kernels.json --plot .cache/kernels.png --check
 
 train: $(STAMP) ## train the demo model again (some 75 minutes on two cores); goes on where it was stopped
 	$(BIN)/python -m demo.training

@@ -152,6 +152,7 @@ class LinkPool:
                 connection = self._idle.pop()
             elif len(self._all) < self._max_connections:
                 connection = self._connect()
+                connection.redis_connect_func = self._greet
                 self._all.append(connection)
             else:
                 raise UnreachableError("all max_connections connections to Redis are in use")
@@ -163,9 +164,13 @@ class LinkPool:
         except (redis.RedisError, OSError) as error:
             self.take_back(connection)
             raise explain(error) from None
-        if self._closed.is_set():  # `close` may have come before there was something to shut
-            connection.disconnect()
         return Link(self, connection)
+
+    def _greet(self, connection: Any) -> None:
+        """The handshake over a socket that `close` can shut from now on, and would have shut before."""
+        if self._closed.is_set():
+            raise redis.ConnectionError("the connection to Redis was closed")
+        connection.on_connect()
 
     def take_back(self, connection: Any) -> None:
         """Of a link that is done."""

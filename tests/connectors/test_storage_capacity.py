@@ -98,7 +98,8 @@ def test_the_capacity_is_kept_while_much_is_saved(tmp_path: Path, closing: Closi
     poll_until(lambda: held_bytes(tmp_path) <= 10 * FILE_BYTES)
     assert time.monotonic() - begin_s < Pace().period_s / 2, "saves count at once, not with the next walk"
     assert len(held(tmp_path)) >= 8, "no more is removed than must be"
-    assert key(99) in held(tmp_path)
+    # Some share one tick of the file system's clock, and which of them goes first is not said.
+    assert min(held(tmp_path)) >= key(70), "what was saved last is kept"
     assert pair.worker.take_counters()["evictions"] == 100 - len(held(tmp_path))
 
 

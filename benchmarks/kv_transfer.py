@@ -71,6 +71,12 @@ class Side:
             if output.finished_recving:
                 return output.roads[request_id]
 
+    def settle(self) -> None:
+        """Wait until a producer has done beforehand what it can do for its leases."""
+        server = self.worker._server
+        while server is not None and server.is_behind:
+            time.sleep(1e-3)
+
     def close(self) -> None:
         self.scheduler.close()
         self.worker.close()

@@ -24,8 +24,16 @@ class Child:
         theirs.close()
 
     def ask(self, question: object) -> Any:
-        self._pipe.send(question)
+        self.tell(question)
         return self.answer()
+
+    def tell(self, question: object) -> None:
+        """`ask` without waiting; `answer` is to follow."""
+        self._pipe.send(question)
+
+    def has_answer(self) -> bool:
+        """Whether `answer` would not wait."""
+        return self._pipe.poll()
 
     def answer(self) -> Any:
         with contextlib.suppress(EOFError, OSError):

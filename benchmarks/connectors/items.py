@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from connectors.device_copy import DeviceCopies
-from connectors.ec.store import LoadTarget, SaveSource
+from connectors.ec.store import LoadTarget, SaveSource, bytes_of
 
 NAMESPACE = "0123456789abcdef" * 4
 DTYPE = torch.bfloat16
@@ -21,9 +23,10 @@ def key_of(number: int) -> str:
 
 
 def random_item(size_bytes: int) -> torch.Tensor:
-    """`[size_bytes / ROW_BYTES, WIDTH]` of DTYPE: random bytes, so that nothing can be saved on them."""
+    """`[size_bytes / ROW_BYTES, WIDTH]` of DTYPE: random bytes, so that nothing can be saved on them. They lie in
+    torch's memory, as an engine's tensors do: numpy's is aligned to less, and copies of it take longer."""
     raw = np.random.default_rng(size_bytes).integers(0, 256, size_bytes, dtype=np.uint8)
-    return torch.from_numpy(raw).view(DTYPE).view(-1, WIDTH)
+    return torch.from_numpy(raw).clone().view(DTYPE).view(-1, WIDTH)
 
 
 def empty_item(size_bytes: int) -> torch.Tensor:
@@ -31,12 +34,20 @@ def empty_item(size_bytes: int) -> torch.Tensor:
     return torch.zeros(size_bytes, dtype=torch.uint8).view(DTYPE).view(-1, WIDTH)
 
 
+def memcpy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+    """The C library's, by way of numpy. (torch's `copy_` is a loop of its own, slower for most sizes.)"""
+    into, out_of = (np.frombuffer(bytes_of(tensor), np.uint8) for tensor in (target, source))
+    return lambda: np.copyto(into, out_of)
+
+
 def source_of(embeds: torch.Tensor) -> SaveSource:
     return SaveSource(embeds, lambda: False)
 
 
-def target_in(buffer: torch.Tensor) -> LoadTarget:
-    return LoadTarget(buffer, HOST)
+def targets_in(buffer: torch.Tensor) -> Callable[[], LoadTarget]:
+    """Makes the targets of loads into `buffer`, whose bytes are at hand as they are in a connector."""
+    data = bytes_of(buffer)
+    return lambda: LoadTarget(buffer, HOST, data)
 
 
 def expect_same(what: str, arrived: torch.Tensor, sent: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from benchmarks.connectors.items import (
     key_of,
     random_item,
     source_of,
-    target_in,
+    targets_in,
 )
 from benchmarks.connectors.measuring import Comparison, Contender, Row, Settings, measure
 from connectors.conformance.harnesses.redis import RedisHarness
@@ -106,6 +106,7 @@ class BareSocket:
 
 def _of_size(size_bytes: int, server: RedisHarness, store: ECStore, chunk_bytes: int, rounds: int) -> list[Row]:
     item, buffer = random_item(size_bytes), empty_item(size_bytes)
+    target = targets_in(buffer)
     raw, flat = _flat(item), _flat(buffer)
     key = key_of(size_bytes)
     begins = range(0, size_bytes, chunk_bytes)
@@ -118,7 +119,7 @@ def _of_size(size_bytes: int, server: RedisHarness, store: ECStore, chunk_bytes:
         client.set("bench", raw.tobytes())
 
         def get() -> None:
-            store.read(key, target_in(buffer))
+            store.read(key, target())
 
         def get_client() -> None:
             flat[:] = np.frombuffer(_bytes(client.get("bench")), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""The shared-memory store beside torch's `copy_`, which is a memcpy: into the buffer and out of it.
+"""The shared-memory store beside a memcpy: into the buffer and out of it.
 
 *verified* is the store as it is. *bare* is the same code with a checksum that costs nothing. Neither goes round a cache
 that the other one uses: as many places as the arena has, one after the other, make up what the memcpy reads and writes.
@@ -11,9 +11,16 @@ import itertools
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
-import torch
-
-from benchmarks.connectors.items import NAMESPACE, empty_item, expect_same, key_of, random_item, source_of, target_in
+from benchmarks.connectors.items import (
+    NAMESPACE,
+    empty_item,
+    expect_same,
+    key_of,
+    memcpy,
+    random_item,
+    source_of,
+    targets_in,
+)
 from benchmarks.connectors.measuring import Comparison, Contender, Row, Settings, as_is, measure
 from connectors.ec import shm_store
 from connectors.ec.shm_store import SharedMemoryStore
@@ -67,6 +74,7 @@ def _measure(
     size_bytes: int, places: int, bare: SharedMemoryStore, verified: SharedMemoryStore, rounds: int
 ) -> list[Row]:
     item, buffer = random_item(size_bytes), empty_item(size_bytes)
+    target = targets_in(buffer)
     pool = item.repeat(places, 1, 1)  # [places, num_embeds, width]
     there = [key_of(n) for n in range(places)]
     for key in there:
@@ -76,7 +84,7 @@ def _measure(
 
     def reading(store: SharedMemoryStore) -> Contender:
         keys = itertools.cycle(there)
-        work = Contender(lambda: store.read(next(keys), target_in(buffer)), _bare if store is bare else as_is)
+        work = Contender(lambda: store.read(next(keys), target()), _bare if store is bare else as_is)
         with work.around(1):
             work.work()
         expect_same("a load from shared memory", buffer, item)
@@ -86,13 +94,14 @@ def _measure(
         keys = map(key_of, itertools.count(places))  # each anew: what is there already is not written again
         return Contender(lambda: store.write(next(keys), source_of(item)), _bare if store is bare else as_is)
 
-    sources, targets = itertools.cycle(pool), itertools.cycle(pool)
+    copies_in = itertools.cycle([memcpy(buffer, place) for place in pool])
+    copies_out = itertools.cycle([memcpy(place, item) for place in pool])
     loads = measure(
         size_bytes,
         {
             "bare": reading(bare),
             "verified": reading(verified),
-            "memcpy": Contender(lambda: buffer.copy_(next(sources))),
+            "memcpy": Contender(lambda: next(copies_in)()),
         },
         [
             Comparison("shared memory load, bare", "bare", "memcpy", _BARE_GOAL),
@@ -105,7 +114,7 @@ def _measure(
         {
             "bare": writing(bare),
             "verified": writing(verified),
-            "memcpy": Contender(lambda: _copy(next(targets), item)),
+            "memcpy": Contender(lambda: next(copies_out)()),
         },
         [
             Comparison("shared memory save, bare", "bare", "memcpy", _BARE_GOAL),
@@ -114,7 +123,3 @@ def _measure(
         rounds,
     )
     return loads + saves
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.connectors.items import NAMESPACE, empty_item, expect_same, key_of, random_item, source_of, target_in
+from benchmarks.connectors.items import NAMESPACE, empty_item, expect_same, key_of, random_item, source_of, targets_in
 from benchmarks.connectors.measuring import Comparison, Contender, Row, Settings, measure
 from connectors.ec.folder_store import FolderStore
 
@@ -34,6 +34,7 @@ def rows(sizes: Sequence[int], settings: Settings) -> Iterator[Row]:
 
 def _of_size(size_bytes: int, store: FolderStore, root: Path, rounds: int) -> list[Row]:
     item, buffer = random_item(size_bytes), empty_item(size_bytes)
+    target = targets_in(buffer)
     numbers = itertools.count(1)
     made: list[Path] = []
 
@@ -65,7 +66,7 @@ def _of_size(size_bytes: int, store: FolderStore, root: Path, rounds: int) -> li
     path = store.path_of(key)
 
     def load() -> None:
-        store.read(key, target_in(buffer))
+        store.read(key, target())
 
     def load_bare() -> torch.Tensor:
         return buffer.copy_(load_file(path)["embeds"])

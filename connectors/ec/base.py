@@ -45,6 +45,19 @@ it afterwards. The tensor given to `save_caches` may be read by the connector un
 become visible to readers. Every key that was ordered or saved is reported exactly once. Two orders for one key are
 never under way at once.
 
+What a connector must not do, on any thread, since the engine's step thread is another thread of the same interpreter:
+
+- Keep the interpreter's lock for a millisecond or more: all who are being served wait for it. Sockets, files, copies of
+  tensors and arrays, and checksums of large pieces let go of it; slices of a memoryview, `bytes` of a large buffer and
+  many a C extension do not, so whatever they are given comes in pieces of a megabyte at most. Python code lets go of it
+  every half millisecond (`core/interpreter.py`), and its sum is what the steps beside it lose.
+- Wait in any method but `close`; or hold a lock, while it waits for something, that one of its methods takes.
+- Call the engine, or change what it was handed. `notify` is the only way back.
+- Count on the two sides sharing a process. What goes from one to the other is metadata, `worker_metadata`, `handshake`
+  and item sources, and it must survive msgpack: a subclass of ECConnectorMetadata with fields that msgspec can encode,
+  no tensor, no callable, no object of the connector's own. Nor on being alone: an engine may have two connectors.
+- Change process-wide settings: signal handlers, torch's threads, the current device, the default dtype, the event loop.
+
 A connector over a store that blocks needs none of this by itself: `ECStoreConnector` (store_connector.py) has the
 threads, limits and reports, and asks for three methods.
 """

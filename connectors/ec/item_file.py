@@ -2,7 +2,8 @@
 
     8 bytes   length of the header, little endian
     header    JSON: "__metadata__" (format version, namespace, key, shape, dtype, XXH3-128 of the payload), "embeds";
-              filled up with spaces so that the payload begins at a multiple of 8
+              filled up with spaces so that the payload begins at a multiple of 64, as tensors in memory do: between
+              places that are aligned alike the system copies up to twice as fast
     payload   [num_embeds, width], row-major
 
 The library has its own writer and reader. The writer wants a second pass for the checksum and gives its files a mode of
@@ -30,6 +31,7 @@ FORMAT_VERSION = "1"
 MAX_OVERHEAD_BYTES = 1024
 _MAX_HEADER_BYTES = 64 * 1024
 _PREFIX_BYTES = 8
+_ALIGNMENT = 64
 _NO_CHECKSUM = "?" * 32
 
 #: dtypes that an item may have, and safetensors' names of them.
@@ -158,7 +160,7 @@ def _file_head(embeds: torch.Tensor, namespace: str, key: str) -> bytes:
         _Metadata(FORMAT_VERSION, namespace, key, f"{rows}x{width}", dtype, _NO_CHECKSUM),
     )
     text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(_PREFIX_BYTES + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(_PREFIX_BYTES, "little") + text
 
 

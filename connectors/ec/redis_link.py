@@ -24,14 +24,13 @@ Command = Sequence[bytes]
 
 _BUFFER_BYTES = 256 * 1024
 _MAX_LINE_BYTES = 4096
-_SHORT_LINE_BYTES = 32
 
 
 class _Buffers(threading.local):
     """One receive buffer a thread: a fresh one for each item would cost more than a small item does."""
 
     def __init__(self) -> None:
-        self.mine = memoryview(bytearray(_BUFFER_BYTES))
+        self.mine = bytearray(_BUFFER_BYTES)
 
 
 _buffers = _Buffers()
@@ -160,7 +159,8 @@ class LinkPool:
             # A server that was restarted, or that closes idle connections, shows as something to read: the end.
             if connection._sock is not None and _is_readable(connection._sock):
                 connection.disconnect()
-            connection.connect()
+            if connection._sock is None:
+                connection.connect()
         except (redis.RedisError, OSError) as error:
             self.take_back(connection)
             raise explain(error) from None
@@ -199,6 +199,7 @@ class BulkReplies:
         self._sock = sock
         self._on_read = on_read
         self._buffer = _buffers.mine
+        self._view = memoryview(self._buffer)
         self._begin = self._end = 0  # of what was received and not handed out
         self._left = 0  # bytes of the present reply
 
@@ -224,7 +225,7 @@ class BulkReplies:
         """The next `num_bytes` of the present reply, or as many as it has left."""
         end = self._begin + num_bytes
         if end <= self._end and num_bytes < self._left:
-            taken = bytes(self._buffer[self._begin : end])
+            taken = bytes(self._view[self._begin : end])
             self._begin = end
             self._left -= num_bytes
             return taken
@@ -239,7 +240,7 @@ class BulkReplies:
         while num_bytes:
             if self._begin == self._end:
                 self._fill()
-            piece = self._buffer[self._begin : min(self._end, self._begin + num_bytes)]
+            piece = self._view[self._begin : min(self._end, self._begin + num_bytes)]
             self._begin += len(piece)
             self._left -= len(piece)
             num_bytes -= len(piece)
@@ -253,27 +254,22 @@ class BulkReplies:
         self._on_read()
 
     def _line(self) -> bytes:
-        at = bytes(self._buffer[self._begin : min(self._end, self._begin + _SHORT_LINE_BYTES)]).find(b"\r\n")
-        if at >= 0:
-            short = bytes(self._buffer[self._begin : self._begin + at])
-            self._begin += at + 2
-            return short
-        line = bytearray()
+        """The next line, without its end."""
+        line = b""
         while not line.endswith(b"\r\n"):
             if len(line) > _MAX_LINE_BYTES:
                 raise UnreachableError("what answers does not speak Redis's protocol")
             if self._begin == self._end:
                 self._fill()
-            received = bytes(self._buffer[self._begin : min(self._end, self._begin + _MAX_LINE_BYTES)])
-            at = received.find(b"\n")
-            taken = received if at < 0 else received[: at + 1]
-            line += taken
-            self._begin += len(taken)
-        return bytes(line[:-2])
+            at = self._buffer.find(b"\n", self._begin, min(self._end, self._begin + _MAX_LINE_BYTES))
+            end = at + 1 or min(self._end, self._begin + _MAX_LINE_BYTES)
+            line += self._view[self._begin : end]
+            self._begin = end
+        return line[:-2]
 
     def _fill(self) -> None:
         try:
-            count = self._sock.recv_into(self._buffer)
+            count = self._sock.recv_into(self._view)
         except OSError as error:
             raise explain(error) from None
         if not count:

@@ -146,7 +146,10 @@ def _receive_payload(
     take: Callable[[memoryview], None],
 ) -> None:
     """All chunks, the rest of the first one to begin with: the next ones are asked for before it is read."""
-    names = chunk_names(item, head.token, range(1, head.num_chunks)) if head.num_chunks > 1 else []
+    if head.num_chunks == 1:  # as most items have
+        replies.stream(head.num_bytes, take)
+        return
+    names = chunk_names(item, head.token, range(1, head.num_chunks))
     ahead = max(2, _AHEAD_BYTES // head.chunk_bytes)
     ttl = b"%d" % ttl_ms
     num_asked = 0

@@ -16,13 +16,16 @@ microsecond or so, can still kill us.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import TracebackType
 
 from connectors.ec.shm_index import Index
 from connectors.ec.shm_layout import STATIC_BYTES, Geometry
@@ -35,12 +38,38 @@ _GROWTH_BYTES = 32 << 20
 _REGION_BYTES = 1 << 20
 _FOLLOW_PATH_S = 0.5
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older ones fault the pages in one by one
+#: Not `mmap.madvise`, which keeps the interpreter's lock for as long as the system takes to clear the pages.
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 #: To be waited for by who attaches or leaves.
 ADMIN_TIMEOUT_S = 0.5
 
 
 class ArenaLostError(ItemError):
     """The arena under an operation has been removed, replaced or cut short; what was in it is gone."""
+
+
+class _Guard:
+    """What `Arena.locked` returns; a generator would take longer than most of what is done under it."""
+
+    def __init__(self, arena: Arena, mutex: Mutex) -> None:
+        self._arena = arena
+        self._mutex = mutex
+
+    def __enter__(self) -> Index:
+        self._mutex.__enter__()
+        try:
+            if not self._arena.is_current():
+                raise ArenaLostError("the arena was removed, replaced or cut short")
+            return self._arena.index
+        except BaseException:
+            self._mutex.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mutex.__exit__(kind, value, trace)
 
 
 class Arena:
@@ -60,7 +89,7 @@ class Arena:
     ) -> None:
         self.path = path
         self.geometry = geometry
-        self._mutex = Mutex(locks, MUTEX)
+        self._guard = _Guard(self, Mutex(locks, MUTEX))
         self.pins = Pins(locks)
         self._growing = Mutex(locks, GROW)
         self._fd = fd
@@ -72,6 +101,7 @@ class Arena:
         self._follow_path_at_s = 0.0
         self._static = self._map[:STATIC_BYTES]
         self._bytes = memoryview(self._map)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.index = Index(self._map, geometry, arena_id, self.pins, on_evict)
         self._mapped = bytearray(-(-geometry.file_bytes // _REGION_BYTES))
         self._users = 0
@@ -127,14 +157,10 @@ class Arena:
                 self._is_free = True
                 self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[Index]:
-        """The index, for as long as the block lasts and nobody else looks at it: microseconds. Raises StoreError where
-        the mutex is not to be had, ArenaLostError where the file is not what it was."""
-        with self._mutex:
-            if not self.is_current():
-                raise ArenaLostError("the arena was removed, replaced or cut short")
-            yield self.index
+    def locked(self) -> AbstractContextManager[Index]:
+        """The index, for as long as the block lasts and nobody else looks at it: microseconds. Its begin raises
+        StoreError where the mutex is not to be had, ArenaLostError where the file is not what it was."""
+        return self._guard
 
     # ---- what may have happened to the file ----
 
@@ -199,8 +225,7 @@ class Arena:
         begin = region * _REGION_BYTES
         end = min(begin + _REGION_BYTES, self._file_bytes)
         if end <= self._data_offset + self.index.num_committed() * self.geometry.block_bytes:
-            with contextlib.suppress(OSError):
-                self._map.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
+            _madvise(self._address + begin, end - begin, _MADV_POPULATE_WRITE)  # an error is no matter
             self._mapped[region] = 1
 
     def grow(self, num_blocks: int) -> bool:

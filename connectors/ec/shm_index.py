@@ -49,7 +49,7 @@ _PLACE = struct.Struct("<II")  # Entry.num_blocks, Entry.first_block
 _SPARE = 64
 #: Slots that are freed one by one rather than by a search of all blocks; looked at first when room is needed.
 _FEW = 16
-_U64 = struct.Struct("<Q")
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _ALL_ONES = (1 << 64) - 1
 _CLOCK_MASK = (1 << 62) - 1
 #: States of a slot. Plain numbers: an enum costs more than what is done with it here.
@@ -79,6 +79,7 @@ class Index:
         self._data_offset = geometry.data_offset  # properties of a geometry are computed each time
         self._entries_offset = geometry.entries_offset
         self._tags_offset = geometry.tags_offset
+        self._owners_offset = geometry.owners_offset
         slots = geometry.num_slots
         self._tags: NDArray[np.uint64] = np.frombuffer(memory, "<u8", slots, geometry.tags_offset)
         self._used_at: NDArray[np.uint64] = np.frombuffer(memory, "<u8", slots, geometry.used_at_offset)
@@ -274,10 +275,11 @@ class Index:
         """The slot's blocks where its entry says that they are, if they are one stretch; else they are to be searched
         for."""
         first, num_blocks = _PLACE.unpack_from(self._raw_entry(slot), ENTRY_PLACE_OFFSET)[::-1]
-        run = slice(first, first + num_blocks)
-        if 0 < num_blocks <= self._geometry.num_blocks - first and (self._owners[run] == slot + 1).all():
-            return run
-        return None
+        if not 0 < num_blocks <= self._geometry.num_blocks - first:
+            return None
+        begin = self._owners_offset + _U32.size * first  # bytes, as in `_candidates`
+        owners = self._memory[begin : begin + _U32.size * num_blocks]
+        return slice(first, first + num_blocks) if owners == _U32.pack(slot + 1) * num_blocks else None
 
     def _ready(self) -> NDArray[np.intp]:
         return np.flatnonzero(self._states == READY)

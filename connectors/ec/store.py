@@ -17,6 +17,8 @@ from connectors.device_copy import DeviceCopies
 
 #: What a checksum or a copy takes at a time: it stays in a core's own cache between the two.
 CHUNK_BYTES = 1 << 20
+#: What is copied with the interpreter's lock held, since to let go of it and take it again would cost more.
+_SHORT_BYTES = 64 << 10
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -54,16 +56,18 @@ class LoadTarget:
 
     `write` and `fill` may be called by one thread, in any order of offsets. After the time limit they raise
     AbandonedError and touch nothing. What was written is read by nobody unless the store's `read` returns.
+
+    `data`: `bytes_of` the slice, if the caller has it at hand: to ask torch takes longer than to copy a small item.
     """
 
-    def __init__(self, slice_: torch.Tensor, copies: DeviceCopies) -> None:
+    def __init__(self, slice_: torch.Tensor, copies: DeviceCopies, data: memoryview | None = None) -> None:
         self.shape = tuple(slice_.shape)
         self.dtype = slice_.dtype
-        self.num_bytes = slice_.nbytes
         self._slice = slice_
         self._copies = copies
         self._host = slice_ if copies.on_host else copies.empty_host(slice_.shape, slice_.dtype)
-        self._bytes = self._host.view(-1).view(torch.uint8)
+        self._bytes = bytes_of(self._host) if data is None else data
+        self.num_bytes = self._bytes.nbytes
         self._lock = threading.Lock()
         self._abandoned = False
 
@@ -71,19 +75,20 @@ class LoadTarget:
         """Copy `data`, flat bytes, to `offset`. Chunks of CHUNK_BYTES keep `abandon` from waiting long. Raises
         ItemError where it does not fit."""
         view = memoryview(data).cast("B")
-        end = self._end(offset, view.nbytes)
-        if not view.nbytes:
-            return
-        source = torch.frombuffer(view, dtype=torch.uint8)
+        target = self._bytes[offset : self._end(offset, view.nbytes)]
         with self._lock:
             if self._abandoned:
                 raise AbandonedError
-            self._bytes[offset:end].copy_(source)
+            if view.nbytes <= _SHORT_BYTES:
+                target[:] = view
+            else:
+                # Not the C library's copy, which is slow where the two are not aligned alike; here they seldom are.
+                torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(view, dtype=torch.uint8))
 
     def fill(self, offset: int, num_bytes: int, read: Callable[[memoryview], None]) -> memoryview:
         """`write` without a copy: `read` is handed the `num_bytes` at `offset` and fills them; they are returned, for a
         checksum. Only for what cannot hang, and for a chunk at a time, since `abandon` waits for it."""
-        into = bytes_of(self._host)[offset : self._end(offset, num_bytes)]
+        into = self._bytes[offset : self._end(offset, num_bytes)]
         with self._lock:
             if self._abandoned:
                 raise AbandonedError

@@ -25,7 +25,16 @@ from connectors.device_copy import DeviceCopies
 from connectors.ec.base import ECConnectorBase, ECConnectorConfig, ECConnectorOutput, ECLoad, ECSide
 from connectors.ec.job_threads import Job, JobThreads
 from connectors.ec.lookup import LookupTable
-from connectors.ec.store import AbandonedError, ECStore, ItemError, LoadTarget, SaveSource, StoreError, is_digest
+from connectors.ec.store import (
+    AbandonedError,
+    ECStore,
+    ItemError,
+    LoadTarget,
+    SaveSource,
+    StoreError,
+    bytes_of,
+    is_digest,
+)
 from connectors.options import EC_EXTRA, parse_options
 from core.errors import ConfigError
 
@@ -140,6 +149,7 @@ class ECStoreConnector(ECConnectorBase):
     def register_caches(self, buffer: torch.Tensor) -> None:
         super().register_caches(buffer)
         self._copies = DeviceCopies(buffer.device)
+        self._data = bytes_of(buffer) if self._copies.on_host else None
 
     def start_load_caches(self) -> None:
         if self._metadata is None or self._jobs is None:
@@ -183,12 +193,16 @@ class ECStoreConnector(ECConnectorBase):
         self._load(jobs, load.key, self._buffer[start:end], ordered_s)
 
     def _load(self, jobs: JobThreads, key: str, slice_: torch.Tensor, ordered_s: float) -> None:
-        """Begin to load an item into `slice_`, `[num_embeds, width]`."""
+        """Begin to load an item into `slice_`, `[num_embeds, width]`, of the buffer."""
         target: LoadTarget | None = None
 
         def run(job: Job) -> None:
             nonlocal target
-            made = target = LoadTarget(slice_, self._copies)
+            data = None
+            if self._data is not None:
+                begin = slice_.data_ptr() - self._buffer.data_ptr()
+                data = self._data[begin : begin + slice_.nbytes]
+            made = target = LoadTarget(slice_, self._copies, data)
             if job.is_over:
                 return
             reason = self._attempt(lambda: self._read(key, made))

@@ -16,6 +16,10 @@ handle, or the lease's time is over; then the request id shows up in `finished_s
 The consumer's blocks belong to the connector from `start_load_kv` until the request id shows up in `finished_recving`,
 `failed_recving` or `given_up_recving`. A request that is aborted meanwhile is cancelled with `cancel_recv`, and still
 reported once.
+
+What the EC connector must not do (`connectors/ec/base.py`) this one must not do either: keep the interpreter's lock for
+a millisecond or more on any thread, however many blocks a pull has; wait in a method; call the engine by another way
+than `notify`; put into metadata, handshake or handles what msgpack cannot carry; change settings of the whole process.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ import numpy as np
 import zmq
 
 from connectors.kv.base import SAME_HOST, KVLayout
-from connectors.kv.rows import BlockRows, Bytes, checksum_of
+from connectors.kv.rows import BlockRows, Bytes
 from connectors.kv.segment import MappedSegment, SameHost, UnreachableError, host_identity
 from connectors.kv.transfer import NETWORK, Piece, Transfer
 from connectors.kv.wire import (
+    MAX_BLOCKS_PER_MESSAGE,
     MAX_HEADER_BYTES,
     WIRE_VERSION,
     Ack,
@@ -41,6 +42,14 @@ from core.errors import IncompatibleError
 
 #: Pieces in flight on one connection. Two keep the line busy while one is checked and copied; the rest is slack.
 _WINDOW = 4
+#: A message is checked and copied in one go, while nothing else is received, and over the network both ends work on
+#: different ones at once: so a pull is cut into eight or more. Small ones cost more than they save, and so do parts of
+#: large pulls that are larger than what a processor's cache holds of them.
+_MIN_MESSAGE_BYTES = 1 << 20
+_MAX_MESSAGE_BYTES = 8 << 20
+_MIN_PIECES = 8
+#: Through shared memory there is nothing to wait for between two parts; other pulls wait for the end of one.
+_MAX_MAPPED_BYTES = 32 << 20
 
 
 class RefusedError(Exception):
@@ -62,7 +71,7 @@ class Connection:
         address: str,
         layout: KVLayout,
         rows: BlockRows,
-        max_message_bytes: int,
+        blocks_per_message: int,
         timeout_s: float,
         same_host: SameHost,
         ended: Callable[[Transfer, str | None], None],
@@ -70,6 +79,10 @@ class Connection:
         self.address = address
         self._layout = layout
         self._rows = rows
+        row_bytes, most = max(1, rows.row_bytes), min(blocks_per_message, MAX_BLOCKS_PER_MESSAGE)
+        self._most_mapped = max(1, min(most, _MAX_MAPPED_BYTES // row_bytes))
+        self._most_blocks = max(1, min(most, _MAX_MESSAGE_BYTES // row_bytes))
+        self._least_blocks = max(1, min(most, _MIN_MESSAGE_BYTES // row_bytes))
         self._timeout_s = timeout_s
         self._same_host = same_host
         self._ended = ended
@@ -84,7 +97,7 @@ class Connection:
             context,
             address,
             connect_timeout_s=timeout_s,
-            max_frame_bytes=max(MAX_HEADER_BYTES, max_message_bytes),
+            max_frame_bytes=max(MAX_HEADER_BYTES, self._most_blocks * row_bytes),
             max_queued=2 * _WINDOW,
         )
         try:
@@ -221,7 +234,7 @@ class Connection:
         if isinstance(answer, Places):
             problem = self._copy_rows(piece, transfer, answer)
         else:
-            problem = self._take_rows(piece, transfer, answer.checksum, frames)
+            problem = self._take_rows(piece, transfer, answer.checksums, frames)
         if problem:
             problem = f"{self.address}: {problem}"
             if not transfer.again(piece, problem):
@@ -231,7 +244,7 @@ class Connection:
         if transfer.is_complete:
             self._end(transfer, None)
 
-    def _take_rows(self, piece: Piece, transfer: Transfer, checksum: bytes, frames: list[zmq.Frame]) -> str:
+    def _take_rows(self, piece: Piece, transfer: Transfer, checksums: bytes, frames: list[zmq.Frame]) -> str:
         """Copy a message's blocks to where they belong, unless they are not what was sent; the reason then."""
         rows: list[Bytes] = []
         for frame in frames:
@@ -241,10 +254,8 @@ class Connection:
         num_rows = sum(map(len, rows))
         if num_rows != piece.count:
             return f"{num_rows} blocks came for {piece.count}"
-        if checksum_of(rows) != checksum:
-            return f"the checksum of blocks {piece.first} to {piece.first + piece.count} does not match"
-        self._rows.scatter(transfer.block_ids[piece.first : piece.first + piece.count], rows)
-        return ""
+        ours = transfer.block_ids[piece.first : piece.first + piece.count]
+        return "" if self._rows.scatter(ours, rows, checksums) else _mismatch(piece)
 
     def _copy_rows(self, piece: Piece, transfer: Transfer, places: Places) -> str:
         """Copy a piece's blocks out of the producer's memory; the reason where what was copied is not what it meant,
@@ -255,9 +266,8 @@ class Connection:
         if len(theirs) != piece.count or max(theirs) >= len(self._segment.rows):
             return f"{len(theirs)} places came for {piece.count} blocks of {len(self._segment.rows)} in memory"
         ours = transfer.block_ids[piece.first : piece.first + piece.count]
-        if self._rows.copy_from(ours, self._segment.rows, theirs) != places.checksum:
-            return f"the checksum of blocks {piece.first} to {piece.first + piece.count} does not match"
-        return ""
+        is_whole = self._rows.copy_from(ours, self._segment.rows, theirs, places.checksums)
+        return "" if is_whole else _mismatch(piece)
 
     def _lose(self, sequence: int) -> None:
         piece, transfer = self._in_flight.pop(sequence)
@@ -273,7 +283,7 @@ class Connection:
             if transfer.is_complete:
                 self._end(transfer, None)
             while len(self._in_flight) < _WINDOW and transfer.missing:
-                piece = transfer.missing.popleft()
+                piece = transfer.next_piece(self._blocks_per_message(transfer))
                 params, sequence = transfer.params, next(self._sequences)
                 # First, so that a send which fails leaves the piece where `detach` finds it.
                 self._in_flight[sequence] = (piece, transfer)
@@ -282,6 +292,11 @@ class Connection:
                 self.link.send(
                     encode(Pull(sequence, params.request_id, params.token, piece.first, piece.count, mapped))
                 )
+
+    def _blocks_per_message(self, transfer: Transfer) -> int:
+        if transfer.road == SAME_HOST:
+            return self._most_mapped
+        return min(max(self._least_blocks, len(transfer.block_ids) // _MIN_PIECES), self._most_blocks)
 
     def _end(self, transfer: Transfer, reason: str | None) -> None:
         if transfer.over:
@@ -294,3 +309,7 @@ class Connection:
         # use.
         kind = Ack if reason is None else Release
         self.link.send(encode(kind(params.request_id, params.token)))
+
+
+def _mismatch(piece: Piece) -> str:
+    return f"the checksum of blocks {piece.first} to {piece.first + piece.count} does not match"

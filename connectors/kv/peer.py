@@ -186,7 +186,7 @@ class KVPeerConnector(KVConnectorBase):
         if num_released:
             self.config.notify()
         if self._server is not None and metadata.leases:
-            self._server.wake()
+            self._server.expect(metadata.leases)
         if self._puller is not None:
             self._puller.order(metadata.expected.items(), metadata.pulls, metadata.cancels)
         else:

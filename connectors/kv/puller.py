@@ -21,7 +21,7 @@ from connectors.kv.rows import BlockRows
 from connectors.kv.segment import SameHost
 from connectors.kv.transfer import PullEnd, Transfer
 from connectors.kv.waker import Waker
-from connectors.kv.wire import MAX_BLOCKS_PER_MESSAGE, HandleParams, check_layout, decode_handle
+from connectors.kv.wire import HandleParams, check_layout, decode_handle
 from connectors.zmq_link import BrokenError
 from core.errors import TriptychError
 from core.types import KVHandle
@@ -30,12 +30,6 @@ log = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 64
 _IDLE_CLOSE_S = 60.0
-#: A message is checked and copied in one go, while nothing else is received, and both ends work on different ones at
-#: once: so a pull is cut into eight or more. Small ones cost more than they save, and so do parts of large pulls that
-#: are larger than what a processor's cache holds of them.
-_MIN_MESSAGE_BYTES = 1 << 20
-_MAX_MESSAGE_BYTES = 8 << 20
-_MIN_PIECES = 8
 #: Leases are renewed so many times in the time that they last.
 _RENEWALS = 3
 
@@ -69,9 +63,7 @@ class Puller:
         self._connector = connector
         self._layout = layout
         self._rows = rows
-        row_bytes = max(1, rows.row_bytes)
-        self._most_blocks = max(1, min(blocks_per_message, MAX_BLOCKS_PER_MESSAGE, _MAX_MESSAGE_BYTES // row_bytes))
-        self._least_blocks = max(1, min(blocks_per_message, _MIN_MESSAGE_BYTES // row_bytes))
+        self._blocks_per_message = blocks_per_message
         self._timeout_s = timeout_s
         self._same_host = same_host
         self._report = ended
@@ -123,7 +115,8 @@ class Puller:
 
     def _step(self) -> None:
         ready = dict(self._poller.poll(self._poll_ms()))
-        self._waker.drain()
+        if self._waker.reader.fileno() in ready:
+            self._waker.drain()
         now_s = time.monotonic()
         for connection in list(self._connections.values()):
             with self._guarded(connection):
@@ -177,8 +170,7 @@ class Puller:
         if pull.block_ids and not 0 <= min(pull.block_ids) <= max(pull.block_ids) < self._rows.num_blocks:
             self._refuse(pull, "ordered into blocks that are not in the cache")
             return
-        num_blocks = min(max(self._least_blocks, len(pull.block_ids) // _MIN_PIECES), self._most_blocks)
-        transfer = Transfer(pull, params, ordered_s, num_blocks)
+        transfer = Transfer(pull, params, ordered_s)
         self._transfers[transfer.request_id] = transfer
         # Pieces renew as they are asked for; between them, and while it waits its turn, this does.
         self._kept.setdefault(transfer.request_id, _Kept(params, ordered_s + params.lease_s / _RENEWALS))
@@ -261,7 +253,7 @@ class Puller:
             address,
             self._layout,
             self._rows,
-            self._most_blocks * self._rows.row_bytes,
+            self._blocks_per_message,
             self._timeout_s,
             self._same_host,
             self._ended,

@@ -1,12 +1,13 @@
 """The rows of a KV cache as bytes: a row is one block of all layers, contiguous.
 
-Where bytes are passed over twice, to copy them and for a checksum, the second pass follows while they are in the
-processor's cache. Passes over more than a few kilobytes release the interpreter's lock.
+Checksums are of a *grain* each, as many rows as stay in a processor's own cache: where bytes are passed over twice, to
+copy them and for a checksum, the second pass finds them there. Both ends derive the grain from the size of a row.
+Passes over more than a few kilobytes release the interpreter's lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -20,8 +21,10 @@ Bytes = npt.NDArray[np.uint8]
 
 #: Rows of neighbours that are shorter than this together are copied into one array: a frame costs more than the copy.
 _MIN_FRAME_BYTES = 128 << 10
-#: So much of what was just written is in a processor's own cache still.
-_CACHED_BYTES = 512 << 10
+_GRAIN_BYTES = 512 << 10
+#: To look for neighbours among rows as long as this costs more than to copy them one by one.
+_LONG_ROW_BYTES = 64 << 10
+CHECKSUM_BYTES = 16
 
 
 def checksum_of(arrays: Iterable[Bytes]) -> bytes:
@@ -32,16 +35,33 @@ def checksum_of(arrays: Iterable[Bytes]) -> bytes:
     return hasher.digest()
 
 
+def _split(checksums: bytes) -> list[bytes]:
+    return [checksums[begin : begin + CHECKSUM_BYTES] for begin in range(0, len(checksums), CHECKSUM_BYTES)]
+
+
 def runs_of(*sequences: Sequence[int]) -> list[tuple[int, int]]:
     """Where [begin, end) each stretch lies in which every one of the sequences, all of one length, counts up by one."""
-    length = len(sequences[0])
-    if not length:
+    if not sequences[0]:
         return []
-    broken = np.zeros(length - 1, dtype=np.bool_)
-    for sequence in sequences:
-        broken |= np.diff(np.asarray(sequence)) != 1
-    cuts = [0, *(np.flatnonzero(broken) + 1).tolist(), length]
-    return list(pairwise(cuts))
+    cuts = {n for sequence in sequences for n, (a, b) in enumerate(pairwise(sequence), 1) if b != a + 1}
+    return list(pairwise([0, *sorted(cuts), len(sequences[0])]))
+
+
+def grains_of(arrays: Iterable[Bytes], num_rows: int) -> Iterator[list[Bytes]]:
+    """The rows of the arrays, end to end, as stretches of `num_rows`; the last one may be shorter."""
+    grain: list[Bytes] = []
+    missing = num_rows
+    for array in arrays:
+        begin = 0
+        while begin < len(array):
+            grain.append(array[begin : begin + missing])
+            begin += len(grain[-1])
+            missing -= len(grain[-1])
+            if not missing:
+                yield grain
+                grain, missing = [], num_rows
+    if grain:
+        yield grain
 
 
 class BlockRows:
@@ -54,19 +74,19 @@ class BlockRows:
         self._copies = DeviceCopies(blocks.device)
         self._array: Bytes | None = self._bytes.numpy() if self._copies.on_host else None
         self.num_blocks, self.row_bytes = self._bytes.shape
+        self.grain = max(1, _GRAIN_BYTES // max(1, self.row_bytes))  # rows
+        self.on_host = self._copies.on_host
 
-    def gather(self, block_ids: Sequence[int], staging: Bytes | None = None) -> list[Bytes]:
+    def gather(self, block_ids: Sequence[int], staging: Callable[[int], Bytes]) -> list[Bytes]:
         """The rows in order, as few arrays `[num_rows, row_bytes]`: views of the cache, one for each run of neighbours,
-        where that makes large ones; else one copy, in pinned memory where the cache is on a GPU, in `staging`, flat,
-        where that is large enough."""
+        where that makes large ones; else one copy, in pinned memory where the cache is on a GPU, else in what `staging`
+        returns when asked for at least so many bytes, flat."""
         if self._array is None:
             return [self._copies.to_host([self._bytes[i] for i in block_ids]).numpy()]
         runs = runs_of(block_ids)
         num_bytes = len(block_ids) * self.row_bytes
         if len(runs) > 1 and num_bytes < len(runs) * _MIN_FRAME_BYTES:
-            if staging is None or len(staging) < num_bytes:
-                staging = np.empty(num_bytes, dtype=np.uint8)
-            rows = staging[:num_bytes].reshape(-1, self.row_bytes)
+            rows = staging(num_bytes)[:num_bytes].reshape(-1, self.row_bytes)
             # "clip": else numpy makes another copy, to leave `rows` alone where an index is out of range. None is.
             self._array.take(np.asarray(block_ids), axis=0, out=rows, mode="clip")
             return [rows]
@@ -77,36 +97,51 @@ class BlockRows:
         assert self._array is not None
         return [self._array[block_ids[begin] : block_ids[begin] + end - begin] for begin, end in runs_of(block_ids)]
 
-    def scatter(self, block_ids: Sequence[int], rows: Sequence[Bytes]) -> None:
-        """Copy the rows of the arrays `[num_rows, row_bytes]`, end to end, to the blocks. Complete on return."""
+    def scatter(self, block_ids: Sequence[int], rows: Sequence[Bytes], checksums: bytes) -> bool:
+        """Copy the rows of the arrays `[num_rows, row_bytes]`, end to end, to the blocks; complete on return.
+        `checksums`: the `checksum_of` each grain of them, end to end. False where they do not match: nothing of a grain
+        that is wrong is copied, nor what follows it."""
+        expected = _split(checksums)
         if self._array is None:
+            if list(map(checksum_of, grains_of(rows, self.grain))) != expected:
+                return False
             self._to_device(block_ids, rows)
-            return
+            return True
         begin = 0
-        for array in rows:
-            ids = block_ids[begin : begin + len(array)]
-            begin += len(array)
-            if len(runs_of(ids)) == 1:
-                self._array[ids[0] : ids[0] + len(ids)] = array
-            else:
-                self._array[np.asarray(ids)] = array
+        for n, grain in enumerate(grains_of(rows, self.grain)):
+            if expected[n : n + 1] != [checksum_of(grain)]:
+                return False
+            for array in grain:
+                ids = block_ids[begin : begin + len(array)]
+                begin += len(array)
+                if len(ids) == 1 or len(runs_of(ids)) == 1:
+                    self._array[ids[0] : ids[0] + len(ids)] = array
+                else:
+                    self._array[np.asarray(ids)] = array
+        return True
 
-    def copy_from(self, block_ids: Sequence[int], source: Bytes, source_ids: Sequence[int]) -> bytes:
-        """Copy rows `source_ids` of `source`, `[any, row_bytes]` in host memory, to the blocks, and return the
-        `checksum_of` what arrived there: taken of the copy, since the source may change at any time."""
+    def copy_from(self, block_ids: Sequence[int], source: Bytes, source_ids: Sequence[int], checksums: bytes) -> bool:
+        """As `scatter`, rows `source_ids` of `source`, `[any, row_bytes]` in host memory. That may change at any time,
+        so the checksums are taken of what arrived, and what is wrong may stand in the blocks."""
         if self._array is None:
-            rows = source.take(np.asarray(source_ids), axis=0)
-            self._to_device(block_ids, [rows])
-            return checksum_of([rows])
-        hasher = xxhash.xxh3_128()
-        most = max(1, _CACHED_BYTES // self.row_bytes)
-        for begin, end in runs_of(block_ids, source_ids):
-            for first in range(begin, end, most):
-                count = min(most, end - first)
-                target = self._array[block_ids[first] : block_ids[first] + count]
-                target[:] = source[source_ids[first] : source_ids[first] + count]
-                hasher.update(target.data)
-        return hasher.digest()
+            return self.scatter(block_ids, [source.take(np.asarray(source_ids), axis=0)], checksums)
+        expected = _split(checksums)
+        for n, first in enumerate(range(0, len(block_ids), self.grain)):
+            hasher = xxhash.xxh3_128()
+            ours, theirs = block_ids[first : first + self.grain], source_ids[first : first + self.grain]
+            if self.row_bytes >= _LONG_ROW_BYTES:
+                for our, their in zip(ours, theirs, strict=True):
+                    row = self._array[our]
+                    row[:] = source[their]
+                    hasher.update(row.data)
+            else:
+                for begin, end in runs_of(ours, theirs):
+                    rows = self._array[ours[begin] : ours[begin] + end - begin]
+                    rows[:] = source[theirs[begin] : theirs[begin] + end - begin]
+                    hasher.update(rows.data)
+            if expected[n : n + 1] != [hasher.digest()]:
+                return False
+        return True
 
     def _to_device(self, block_ids: Sequence[int], rows: Sequence[Bytes]) -> None:
         host = self._copies.empty_host((len(block_ids), self.row_bytes), torch.uint8)

@@ -1,7 +1,7 @@
 """The producer's end of KVPeerConnector: one thread that serves leased blocks to whoever shows their token.
 
 Blocks go out without a copy where the cache is in host memory and they are large: ZeroMQ reads the rows themselves,
-perhaps after the lease has ended. That is sound: the checksum in the header was taken before, so a row that changes
+perhaps after the lease has ended. That is sound: the checksums in the header were taken before, so a row that changes
 under way fails at the consumer, and a consumer acknowledges only what has arrived. It is the same where the consumer
 reads them out of shared memory.
 """
@@ -12,14 +12,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import zmq
 
-from connectors.kv.base import KVLayout
+from connectors.kv.base import KVLayout, KVLease
+from connectors.kv.checksums import LeasedChecksums
 from connectors.kv.leases import LeaseTable, NoLease
-from connectors.kv.rows import BlockRows, Bytes, checksum_of
+from connectors.kv.rows import BlockRows, Bytes
 from connectors.kv.segment import SharedSegment
 from connectors.kv.waker import Waker
 from connectors.kv.wire import (
@@ -79,6 +80,11 @@ class _Staging:
         self._taken = np.empty(num_bytes, dtype=np.uint8)
         return self._taken
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether a buffer was taken for the message that is to be sent."""
+        return self._taken is not None
+
     def sent(self, tracker: zmq.MessageTracker) -> None:
         """The buffer taken last is in this message."""
         if self._taken is not None and len(self._buffers) < _MAX_STAGED:
@@ -102,6 +108,7 @@ class BlockServer:
         self._leases = leases
         self._ended = ended
         self._rows: BlockRows | None = None
+        self._checksums: LeasedChecksums | None = None
         self._segment: SharedSegment | None = None
         self._staging = _Staging()
         self._parked: deque[tuple[float, bytes, Pull | Ack | Release]] = deque()
@@ -117,13 +124,21 @@ class BlockServer:
     def start(self, rows: BlockRows, segment: SharedSegment | None) -> None:
         """Serve the rows of this cache, which may lie in `segment`, offered already."""
         self._rows = rows
+        self._checksums = LeasedChecksums(rows, self._leases)
         self._segment = segment
         self._thread = threading.Thread(target=self._run, name="kv-server", daemon=True)
         self._thread.start()
 
-    def wake(self) -> None:
-        """There are new leases."""
+    def expect(self, leases: Iterable[KVLease]) -> None:
+        """There are new leases. Any thread, after `start`."""
+        assert self._checksums is not None
+        self._checksums.expect(leases)
         self._waker.wake()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether checksums are still being taken ahead. Any thread."""
+        return self._checksums is not None and self._checksums.is_behind
 
     def close(self, timeout_s: float) -> bool:
         """Stop, within `timeout_s`; False where the thread still runs then. Idempotent."""
@@ -145,16 +160,19 @@ class BlockServer:
         poller.register(self._waker.reader, zmq.POLLIN)
         if self._segment is not None:
             poller.register(self._segment.listener, zmq.POLLIN)
+        assert self._checksums is not None
         try:
             while not self._closing:
-                poller.poll(self._poll_ms())
-                self._waker.drain()
+                ready = dict(poller.poll(0 if self.is_behind else self._poll_ms()))
+                if self._waker.reader.fileno() in ready:
+                    self._waker.drain()
                 if self._leases.expire(time.monotonic()):
                     self._ended()
-                if self._segment is not None:
+                if self._segment is not None and self._segment.listener.fileno() in ready:
                     self._segment.serve()
                 self._serve_parked()
                 self._serve_batch()
+                self._checksums.work_ahead()
         finally:
             self._free()
 
@@ -205,8 +223,11 @@ class BlockServer:
                 self._reply(identity, Failed(request.sequence, found.value, found is NoLease.GIVEN_UP))
             else:
                 self._send_rows(identity, request, found.block_ids)
-        elif self._leases.end(request.lease, request.token):
-            self._ended()
+        else:
+            assert self._checksums is not None
+            self._checksums.forget(request.token)
+            if self._leases.end(request.lease, request.token):
+                self._ended()
 
     def _greet(self, hello: Hello) -> Reply:
         try:
@@ -217,16 +238,18 @@ class BlockServer:
 
     def _send_rows(self, identity: bytes, pull: Pull, leased: list[int]) -> None:
         assert self._rows is not None
+        assert self._checksums is not None
         if pull.first + pull.count > len(leased):
             reason = f"blocks {pull.first} to {pull.first + pull.count} of a lease of {len(leased)}"
             self._reply(identity, Failed(pull.sequence, reason, given_up=False))
             return
         block_ids = leased[pull.first : pull.first + pull.count]
         if not pull.mapped:
-            arrays = self._rows.gather(block_ids, self._staging.take(len(block_ids) * self._rows.row_bytes))
-            self._reply(identity, Rows(pull.sequence, checksum_of(arrays)), arrays)
+            arrays = self._rows.gather(block_ids, self._staging.take)
+            self._reply(identity, Rows(pull.sequence, self._checksums.take(pull, arrays)), arrays)
         elif self._segment is not None:
-            self._reply(identity, Places(pull.sequence, checksum_of(self._rows.views(block_ids)), block_ids))
+            checksums = self._checksums.take(pull, self._rows.views(block_ids))
+            self._reply(identity, Places(pull.sequence, checksums, block_ids))
         else:
             self._reply(identity, Failed(pull.sequence, "the cache is not in shared memory", given_up=False))
 
@@ -234,6 +257,6 @@ class BlockServer:
         # A peer that has gone, or that asks for more than it takes away, loses the message; ROUTER sends never wait.
         frames: list[bytes | memoryview] = [identity, encode(reply)]
         frames.extend(memoryview(array.reshape(-1).data) for array in arrays or ())
-        tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=arrays is not None)
+        tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=self._staging.is_taken)
         if tracker is not None:
             self._staging.sent(tracker)

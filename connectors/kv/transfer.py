@@ -61,15 +61,13 @@ class Transfer:
         "road",
     )
 
-    def __init__(self, pull: KVPull, params: HandleParams, ordered_s: float, blocks_per_message: int) -> None:
+    def __init__(self, pull: KVPull, params: HandleParams, ordered_s: float) -> None:
         self.request_id = pull.request_id
         self.block_ids = pull.block_ids
         self.params = params
         self.ordered_s = ordered_s  # monotonic
-        total = len(pull.block_ids)
-        self.missing = deque(  # pieces to ask for; those asked for are in their connection's hands
-            Piece(first, min(blocks_per_message, total - first)) for first in range(0, total, blocks_per_message)
-        )
+        # What is to be asked for; what was asked for is in a connection's hands.
+        self.missing = deque([Piece(0, len(pull.block_ids))] if pull.block_ids else [])
         self.num_received = 0
         self.num_retries = 0
         self.road = NETWORK
@@ -82,6 +80,16 @@ class Transfer:
     @property
     def is_complete(self) -> bool:
         return self.num_received == len(self.block_ids)
+
+    def next_piece(self, most: int) -> Piece:
+        """At most so many blocks from the front of what is missing, of which there must be some."""
+        piece = self.missing.popleft()
+        if piece.count > most:
+            rest = Piece(piece.first + most, piece.count - most)
+            rest.tries = piece.tries
+            self.missing.appendleft(rest)
+            piece.count = most
+        return piece
 
     def received(self, piece: Piece) -> None:
         self.num_received += piece.count

@@ -4,9 +4,9 @@
     Hello    version, layout     ->      Welcome  version, layout
                                          Refused  both layouts; nothing else follows
     Renew    the lease is wanted ->      (the lease goes on)
-    Pull     blocks of a lease   ->      Rows     one checksum, then frames with the blocks' bytes
+    Pull     blocks of a lease   ->      Rows     checksums, then frames with the blocks' bytes
                                          Failed   reason
-    Pull     mapped              ->      Places   one checksum, and where in the producer's shared memory they are
+    Pull     mapped              ->      Places   checksums, and where in the producer's shared memory they are
     Ack      all of it arrived   ->      (the lease ends)
     Release  not wanted any more ->      (the lease ends)
 
@@ -31,7 +31,7 @@ from connectors.kv.base import KVLayout
 from core.errors import IncompatibleError, InvalidRequestError
 from core.types import KVHandle
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 #: Largest frame that a producer takes, and largest header that a consumer decodes.
 MAX_HEADER_BYTES = 64 * 1024
 MAX_PARAMS_BYTES = 8 * 1024
@@ -44,8 +44,8 @@ RequestId = Annotated[str, msgspec.Meta(max_length=1024)]
 Token = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Sequence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Reason = Annotated[str, msgspec.Meta(max_length=8192)]
-#: XXH3-128 of the blocks' bytes, end to end in the order asked for, big-endian.
-Checksum = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+#: XXH3-128, big-endian, of each grain of the blocks (`BlockRows.grain`) in the order asked for, end to end.
+Checksums = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16 * MAX_BLOCKS_PER_MESSAGE)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -91,12 +91,12 @@ class Refused(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 class Rows(msgspec.Struct, array_like=True, frozen=True, tag=True):
     sequence: Sequence
-    checksum: Checksum
+    checksums: Checksums
 
 
 class Places(msgspec.Struct, array_like=True, frozen=True, tag=True):
     sequence: Sequence
-    checksum: Checksum
+    checksums: Checksums
     block_ids: Annotated[list[BlockId], msgspec.Meta(max_length=MAX_BLOCKS_PER_MESSAGE)]  # of the producer's cache
 
 

@@ -159,7 +159,8 @@ class Scribbles(Mutant):
         try:
             super()._read(key, target)
         except Exception:
-            threading.Timer(0.1, target._bytes.fill_, (7,)).start()  # whoever gave up first, the report is out by then
+            late = threading.Timer(0.1, target._bytes.__setitem__, (slice(None), b"\7" * target.num_bytes))
+            late.start()  # whoever gave up first, the report is out by then
             raise
 
 
@@ -188,6 +189,24 @@ class HasNoLimit(Mutant):
 
     def __init__(self, config: ECConnectorConfig, side: ECSide) -> None:
         super().__init__(msgspec.structs.replace(config, extra={**config.extra, "timeout_s": 60.0}), side)
+
+
+class KeepsTheLockInLoads(Mutant):
+    caught_by = ("interpreter_lock/saves_and_loads", "a load keeps")
+
+    class Store(SqliteStore):
+        def read(self, key: str, target: LoadTarget) -> None:
+            super().read(key, target)
+            bytes(target._bytes)
+
+
+class KeepsTheLockInSaves(Mutant):
+    caught_by = ("interpreter_lock/saves_and_loads", "a save keeps")
+
+    class Store(SqliteStore):
+        def write(self, key: str, source: SaveSource) -> None:
+            bytes(source.data)
+            super().write(key, source)
 
 
 # ---- starting and ending ----

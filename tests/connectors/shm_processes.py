@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -180,11 +180,11 @@ def stop_in_the_middle_of_a_read(path: str, n: int, rows: int, pipe: Connection)
     embeds = torch.zeros(rows, WIDTH)
 
     class Slow(LoadTarget):
-        def write(self, data: memoryview | bytes | bytearray, offset: int = 0) -> None:
+        def fill(self, offset: int, num_bytes: int, read: Callable[[memoryview], None]) -> memoryview:
             if not offset:
                 pipe.send("begun")
                 pipe.recv()
-            super().write(data, offset)
+            return super().fill(offset, num_bytes, read)
 
     store.read(key(n), Slow(embeds, _HOST))
     pipe.send(torch.equal(embeds, embeds_of(n, rows)))

@@ -72,6 +72,18 @@ def test_an_answer_is_delivered_however_late_it_is_fetched(table: LookupTable, s
     bell.wait_for(lambda: len(store.batches) == 2)
 
 
+def test_a_no_is_remembered_for_a_moment(store: Store, bell: Bell) -> None:
+    """A request that waits for an absent item asks in every step, and the store hears of it once."""
+    table = LookupTable(store.probe, bell, positive_ttl_s=60, negative_ttl_s=60, timeout_s=60, on_timeout=bell)
+    bell.wait_for(lambda: table.ask("a") is False)
+    store.present.add("a")
+    assert [table.ask("a") for _ in range(20)] == [False] * 20
+    assert store.batches == [["a"]]
+    table.forget("a")  # it was stored by ourselves, or reported as missing
+    bell.wait_for(lambda: table.ask("a") is True)
+    table.close(DEADLINE_S)
+
+
 def test_an_answer_that_nobody_fetched_goes_out_of_date(
     table: LookupTable, bell: Bell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

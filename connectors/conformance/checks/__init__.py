@@ -7,6 +7,7 @@ from connectors.conformance.checks import (  # noqa: F401 - importing them enter
     damage,
     faults,
     hygiene,
+    interpreter_lock,
     keys,
     kv,
     limits,
@@ -27,6 +28,7 @@ _SUBJECTS = (
     "faults",
     "concurrency",
     "ownership",
+    "interpreter_lock",
     "hygiene",
     "kv",
 )

@@ -10,19 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from connectors.ec.base import ECConnectorBase
 from connectors.kv.base import KVConnectorBase
+from engine.decode_batches import DecodeBatches
 from engine.image_preparer import ImagePreparer
 from engine.input_batch import InputBatch, StepInputs
 from engine.memory import CacheSizes
 from engine.models.adapter import ModelAdapter
-from engine.models.attention import PagedContext
+from engine.models.attention import ImageRows, StepContext
 from engine.models.weights import LoadReport, load_weights, weight_files
 from engine.sampler import SamplingBatch
 from engine.scheduler_output import ImageToEncode, ItemUse, ModelRunnerOutput, SchedulerOutput
+from kernels.device_batch import DeviceBatch
+from kernels.dispatch import Kernels, LayerShapes, choose_kernels
 from kernels.packed_linear import can_pack, pack_linears
-from kernels.paged_attention import build_attention_batch
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +57,14 @@ class ModelRunner:
         self.language = language
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
         self._batch = InputBatch(max_num_seqs if language else 0, max_model_len, block_size, adapter.num_position_rows)
         self._preparer = ImagePreparer(adapter, device, _PREPARE_THREADS, notify) if vision else None
         self._ec: ECConnectorBase | None = None
         self._kv: KVConnectorBase | None = None
+        self._kernels: Kernels | None = None  # with a language model, once its weights are loaded
+        self._decodes: DecodeBatches | None = None  # with Triton's kernels, once the cache is there
         self.kv_cache = torch.empty(0)
         self.encoder_buffer = torch.empty(0)
 
@@ -85,6 +92,10 @@ class ModelRunner:
         for module in (adapter.vision, adapter.language, adapter.lm_head):
             if module is not None:
                 module.to(self.device)
+        if self.language:
+            shapes = LayerShapes(adapter.hidden_size, adapter.num_heads, adapter.num_kv_heads, adapter.head_dim)
+            self._kernels = choose_kernels(self.device, adapter.dtype, shapes)
+            adapter.fuse(self._kernels)
         if can_pack(adapter.dtype, self.device):
             self._pack()
         return report
@@ -136,6 +147,20 @@ class ModelRunner:
         self.encoder_buffer = torch.empty(
             sizes.buffer_rows, adapter.embed_width, dtype=adapter.dtype, device=self.device
         )
+        if self._kernels is not None and self._kernels.name == "triton":
+            self._make_decode_batches()
+
+    @torch.inference_mode()
+    def _make_decode_batches(self) -> None:
+        self._decodes = DecodeBatches(
+            self._decode,
+            self.device,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_position_rows=self.adapter.num_position_rows,
+        )
+        self._decodes.capture()
 
     def _new_kv_cache(self, num_blocks: int) -> torch.Tensor:
         # Not zeros: on a CPU, pages that no request has reached take no memory. Nobody reads an unwritten row.
@@ -219,15 +244,17 @@ class ModelRunner:
             self._batch.add(new, positions, delta)
         self._batch.update(out.cached_requests)
         inputs = self._batch.cut(out.num_scheduled_tokens)
-        hidden = self._forward(inputs, out.item_uses)
-
-        # Only sequences whose last known token was computed get a new one.
+        # Only sequences whose last known token is computed get a new one.
         known = np.array([self._batch.num_tokens(row) for row in inputs.rows])
         complete = np.flatnonzero(inputs.seq_lens == known)
-        if not len(complete):
-            return {}
-        last = inputs.starts[complete] + inputs.query_lens[complete] - 1
-        logits = self.adapter.logits(hidden[torch.from_numpy(last).to(self.device)])
+        if self._decodes is not None and not out.item_uses and self._decodes.fits(inputs):
+            logits = self._decodes.logits(inputs)[self._on_device(complete)]
+        else:
+            hidden = self._forward(inputs, out.item_uses)
+            if not len(complete):
+                return {}
+            last = inputs.starts[complete] + inputs.query_lens[complete] - 1
+            logits = self.adapter.logits(hidden[self._on_device(last)])
         rows = [int(row) for row in inputs.rows[complete]]
         tokens = self._sample(rows, logits)
         for row, token in zip(rows, tokens, strict=True):
@@ -235,24 +262,13 @@ class ModelRunner:
         return {inputs.request_ids[i]: token for i, token in zip(complete, tokens, strict=True)}
 
     def _forward(self, inputs: StepInputs, uses: list[ItemUse]) -> torch.Tensor:
-        adapter = self.adapter
-        embeds = adapter.embed_tokens(torch.from_numpy(inputs.token_ids).to(self.device))
-        visual_mask, deepstack = None, None
-        if uses:
-            mask = np.zeros(len(inputs.token_ids), dtype=np.bool_)
-            sources = np.zeros(len(inputs.token_ids), dtype=np.int64)
-            place = {request_id: i for i, request_id in enumerate(inputs.request_ids)}
-            for use in uses:
-                i = place[use.request_id]
-                begin = inputs.starts[i] + use.first_token - (inputs.seq_lens[i] - inputs.query_lens[i])
-                mask[begin : begin + use.num_tokens] = True
-                sources[begin : begin + use.num_tokens] = np.arange(use.first_row, use.first_row + use.num_tokens)
-            visual_mask = torch.from_numpy(mask).to(self.device)
-            items = self.encoder_buffer[torch.from_numpy(sources[mask]).to(self.device)]
-            levels = items.split(adapter.hidden_size, dim=-1)
-            embeds[visual_mask] = levels[0]
-            deepstack = levels[1:] or None
-        batch = build_attention_batch(
+        adapter, kernels = self.adapter, self._kernels
+        assert kernels is not None
+        embeds = adapter.embed_tokens(self._on_device(inputs.token_ids))
+        images = self._image_rows(inputs, uses) if uses else None
+        if images is not None:
+            kernels.scatter_embeddings(embeds, images.buffer, images.tokens, images.rows, 0)
+        batch = kernels.plan(
             inputs.query_lens,
             inputs.seq_lens,
             inputs.block_table,
@@ -260,13 +276,29 @@ class ModelRunner:
             dtype=adapter.dtype,
             device=self.device,
         )
-        return adapter.forward(
-            embeds,
-            torch.from_numpy(inputs.positions).to(self.device),
-            visual_mask,
-            deepstack,
-            PagedContext(self.kv_cache, batch),
+        step = StepContext(kernels, self.kv_cache, batch, images)
+        return adapter.forward(embeds, self._on_device(inputs.positions), step)
+
+    def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        """A step of decodes alone, of arguments on the device: what a CUDA graph can hold."""
+        assert self._kernels is not None
+        step = StepContext(self._kernels, self.kv_cache, batch)
+        return self.adapter.logits(self.adapter.forward(self.adapter.embed_tokens(token_ids), positions, step))
+
+    def _image_rows(self, inputs: StepInputs, uses: list[ItemUse]) -> ImageRows:
+        place = {request_id: i for i, request_id in enumerate(inputs.request_ids)}
+        tokens, rows = [], []
+        for use in uses:
+            i = place[use.request_id]
+            begin = inputs.starts[i] + use.first_token - (inputs.seq_lens[i] - inputs.query_lens[i])
+            tokens.append(np.arange(begin, begin + use.num_tokens))
+            rows.append(np.arange(use.first_row, use.first_row + use.num_tokens))
+        return ImageRows(
+            self.encoder_buffer, self._on_device(np.concatenate(tokens)), self._on_device(np.concatenate(rows))
         )
+
+    def _on_device(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def _sample(self, rows: list[int], logits: torch.Tensor) -> list[int]:
         params, indices, seeds, forbidden = [], [], [], []
@@ -278,4 +310,5 @@ class ModelRunner:
             indices.append(num_output)
             forbidden.append(self._batch.stop_ids[row] if num_output < sampling.min_tokens else [])
             seeds.append(self._batch.seeds[row])
-        return SamplingBatch(params, indices, seeds, forbidden).sample(logits)
+        draw = None if self._kernels is None else self._kernels.sample
+        return SamplingBatch(params, indices, seeds, forbidden).sample(logits, draw)

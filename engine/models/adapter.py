@@ -20,13 +20,14 @@ from PIL import Image
 from torch import nn
 
 from core.errors import ConfigError
+from engine.models.attention import ATTENTION_NAME, StepContext
+from engine.models.fused_layers import fuse_layers
 from engine.models.weights import real_buffers, tensor_names, weight_files
+from kernels.dispatch import Kernels
 
-if TYPE_CHECKING:  # so that adapters can be imported where msgspec is not installed
+if TYPE_CHECKING:
     from core.types import PlacedFeature
 
-#: The name under which our attention stands in transformers' registry (engine/models/attention.py).
-ATTENTION_NAME = "triptych_paged"
 _PROFILE_SIDE = 448
 _PROFILE_IMAGES = 64
 
@@ -64,6 +65,10 @@ class ModelAdapter(ABC):
     @property
     def num_layers(self) -> int:
         return int(self.text_config.num_hidden_layers)
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.text_config.num_attention_heads)
 
     @property
     def num_kv_heads(self) -> int:
@@ -134,6 +139,21 @@ class ModelAdapter(ABC):
     def make_language(self) -> nn.Module:
         """The language model without its head. Has `embed_tokens`."""
 
+    def fuse(self, kernels: Kernels) -> None:
+        """Put layers over `kernels` in the place of the loaded language model's. For layers of the form that
+        `fused_layers.py` describes; a family with others overrides this to do nothing, and keeps transformers' own.
+
+        Raises:
+            ConfigError: the MLP's activation is another than SwiGLU's.
+        """
+        if self.text_config.hidden_act != "silu":
+            self._refuse(f"config.json has the hidden_act {self.text_config.hidden_act!r}; only 'silu' is supported")
+        fuse_layers(self.language, kernels, self.rotary_axes(), self.num_deepstack_levels)
+
+    def rotary_axes(self) -> torch.Tensor:
+        """The row of the positions that each rotary frequency goes by, `[head_dim / 2]` int64."""
+        return torch.zeros(self.head_dim // 2, dtype=torch.int64)
+
     def rename(self, name: str) -> tuple[str, str] | None:
         """Map a checkpoint tensor to ("vision" | "language" | "lm_head", parameter name)."""
         for prefix, target, inside in self.weights:
@@ -192,11 +212,9 @@ class ModelAdapter(ABC):
 
     def forward(
         self,
-        token_embeds: torch.Tensor,  # [num_tokens, hidden], image rows already in place
+        token_embeds: torch.Tensor,  # [num_tokens, hidden], image rows already in place; may be written to
         positions: torch.Tensor,  # [num_position_rows, num_tokens]
-        visual_mask: torch.Tensor | None,  # [num_tokens] bool: rows that hold image embeddings
-        deepstack: Sequence[torch.Tensor] | None,  # a [num_visual, hidden] for each level
-        attention: Any,
+        step: StepContext,
     ) -> torch.Tensor:  # [num_tokens, hidden], after the last norm
         """The language model over flattened tokens."""
         assert self.language is not None
@@ -204,17 +222,10 @@ class ModelAdapter(ABC):
             inputs_embeds=token_embeds.unsqueeze(0),
             position_ids=positions if self.num_position_rows == 1 else positions.unsqueeze(1),
             use_cache=False,
-            paged=attention,
-            **self.visual_arguments(visual_mask, deepstack),
+            paged=step,
         )
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
-
-    def visual_arguments(
-        self, visual_mask: torch.Tensor | None, deepstack: Sequence[torch.Tensor] | None
-    ) -> dict[str, Any]:
-        """Arguments of the language model's `forward` beyond those of text; shapes as in `forward` here."""
-        return {}
 
     def embed_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[num_tokens]` int64 -> `[num_tokens, hidden]`."""

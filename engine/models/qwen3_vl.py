@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwen3VLVisionModel
 
 from engine.models.qwen_vl import QwenVLAdapter
+from kernels.mrope_axes import interleaved_axes
 
 
 class Qwen3VLAdapter(QwenVLAdapter):
@@ -32,10 +32,5 @@ class Qwen3VLAdapter(QwenVLAdapter):
         # Levels side by side, so that one item is one tensor: [embeds | level 0 | level 1 | …].
         return torch.cat([made.pooler_output, *made.deepstack_features], dim=-1)
 
-    def visual_arguments(
-        self, visual_mask: torch.Tensor | None, deepstack: Sequence[torch.Tensor] | None
-    ) -> dict[str, Any]:
-        return {
-            "visual_pos_masks": None if visual_mask is None else visual_mask.unsqueeze(0),
-            "deepstack_visual_embeds": None if deepstack is None else list(deepstack),
-        }
+    def rotary_axes(self) -> torch.Tensor:
+        return interleaved_axes(self.mrope_section([24, 20, 20]), self.head_dim // 2)

@@ -12,6 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from engine.models.adapter import ModelAdapter
 from engine.models.mrope import mrope_positions
+from kernels.mrope_axes import blocked_axes
 
 if TYPE_CHECKING:
     from core.types import PlacedFeature
@@ -31,6 +32,15 @@ class QwenVLAdapter(ModelAdapter):
     @property
     def num_position_rows(self) -> int:
         return 3
+
+    def rotary_axes(self) -> torch.Tensor:
+        return blocked_axes(self.mrope_section([16, 24, 24]))
+
+    def mrope_section(self, default: list[int]) -> list[int]:
+        """How many frequencies go by time, height and width. `default` is what transformers takes where the
+        configuration says nothing."""
+        section: list[int] = (self.text_config.rope_parameters or {}).get("mrope_section", default)
+        return section
 
     def load_image_processor(self) -> None:
         self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(self.model_dir)

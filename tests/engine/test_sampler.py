@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.types import SamplingParams
-from engine.sampler import SamplingBatch, _first, _key, _mix, _mix_int, _signed, sample
+from engine.sampler import SamplingBatch, _first, sample
+from kernels.race import _signed, mix, mix_int, race_key
 
 GREEDY = SamplingParams(temperature=0.0)
 _MASK64 = (1 << 64) - 1
@@ -40,7 +41,7 @@ def _naive(
             break
         kept.append((token, weight))
         before += weight / total
-    base = _key(seed, output_index)
+    base = race_key(seed, output_index)
 
     def noise(token: int) -> float:
         value = (base + (token + 1) * 0x9E3779B97F4A7C15) & _MASK64
@@ -210,10 +211,10 @@ def test_rows_must_agree() -> None:
 
 def test_the_hash_on_tensors_is_the_one_on_integers() -> None:
     # 1234567 and its first output are SplitMix64's published test vector.
-    assert _mix_int(1234567) == 6457827717110365317
+    assert mix_int(1234567) == 6457827717110365317
     values = [0, 1, 2**63, _MASK64, 0x0123456789ABCDEF]
     tensor = torch.tensor([_signed((value + 0x9E3779B97F4A7C15) & _MASK64) for value in values])
-    assert _mix(tensor).tolist() == [_signed(_mix_int(value)) for value in values]
+    assert mix(tensor).tolist() == [_signed(mix_int(value)) for value in values]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

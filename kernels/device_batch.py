@@ -1,0 +1,85 @@
+"""One step's flattened batch as the Triton kernels take it: small int32 tensors, made once a step for all layers.
+
+The counterpart, for a CPU, is `AttentionBatch` in `kernels/paged_attention.py`. Requests with one new token and
+something before it stand first, in both. No Triton is imported until something is attended to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+@dataclass(slots=True)
+class DeviceBatch:
+    """What every layer of a step is told. Tensors are on the device."""
+
+    num_decodes: int  # sequences with one new token, which come first
+    max_seq_len: int  # no decode is longer
+    query_starts: torch.Tensor  # [num_seqs + 1] int32, places of the sequences' tokens in the flattened batch
+    seq_lens: torch.Tensor  # [num_seqs] int32, tokens in the cache after this step
+    block_table: torch.Tensor  # [num_seqs, max_blocks] int32
+    slots: torch.Tensor  # [num_tokens] int64, block * block_size + row, where each new token's key and value go
+
+
+def build_device_batch(
+    query_lens: NDArray[np.int64],  # [num_seqs], those with one token and something before it first
+    seq_lens: NDArray[np.int64],  # [num_seqs]
+    block_table: NDArray[np.int64],  # [num_seqs, max_blocks]
+    *,
+    block_size: int,
+    device: torch.device,
+) -> DeviceBatch:
+    """From the runner's arrays on the host. One copy a tensor, from pinned memory where there is a GPU."""
+    starts = np.concatenate(([0], np.cumsum(query_lens)))
+    seq_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
+    positions = np.arange(starts[-1]) - starts[seq_of_token] + (seq_lens - query_lens)[seq_of_token]
+    slots = block_table[seq_of_token, positions // block_size] * block_size + positions % block_size
+    is_decode = (query_lens == 1) & (seq_lens > 1)
+    num_decodes = len(query_lens) if is_decode.all() else int(is_decode.argmin())
+
+    def on_device(array: NDArray[np.int64], dtype: type) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array.astype(dtype)))
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+    return DeviceBatch(
+        num_decodes=num_decodes,
+        max_seq_len=int(seq_lens[:num_decodes].max(initial=1)),
+        query_starts=on_device(starts, np.int32),
+        seq_lens=on_device(seq_lens, np.int32),
+        block_table=on_device(block_table, np.int32),
+        slots=on_device(slots, np.int64),
+    )
+
+
+def attend(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    layer_cache: torch.Tensor,  # [num_blocks, 2, block_size, num_kv_heads, head_dim], the new tokens' rows written
+    batch: DeviceBatch,
+    scale: float,
+    *,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    span_ends: torch.Tensor | None = None,  # [num_tokens] int32, see paged_prefill
+    cache_scales: torch.Tensor | None = None,  # [2, num_kv_heads] float32 of an e4m3 cache
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """Decodes and prefill chunks of one batch, by the kernel of each. Errors are the kernels'."""
+    from kernels.paged_decode import paged_decode
+    from kernels.paged_prefill import paged_prefill
+
+    n = batch.num_decodes
+    out = torch.empty_like(query)
+    if n:
+        paged_decode(
+            query[:n], layer_cache, batch.block_table[:n], batch.seq_lens[:n], scale, soft_cap=soft_cap, window=window,
+            cache_scales=cache_scales, max_seq_len=batch.max_seq_len, out=out[:n],
+        )  # fmt: skip
+    if n < len(batch.seq_lens):
+        paged_prefill(
+            query, layer_cache, batch.block_table[n:], batch.query_starts[n:], batch.seq_lens[n:], scale,
+            soft_cap=soft_cap, window=window, span_ends=span_ends, cache_scales=cache_scales, out=out,
+        )  # fmt: skip
+    return out

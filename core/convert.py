@@ -19,6 +19,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from core.errors import InvalidRequestError
 from core.keys import KEY_LENGTH
 from core.types import IMAGE, Feature, FinishReason, KVHandle, PlacedFeature, SamplingParams, Span, Usage
+from core.vision_grid import PatchGrid, SquareGrid, VisionGrid
 from protos import common_pb2
 
 MAX_TEMPERATURE = 2.0
@@ -27,6 +28,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_EMBEDS = 1 << 20
 MAX_WIDTH = 1 << 20
 MAX_GRID = 1 << 20
+MAX_IMAGE_PIXELS = 1 << 40
 MAX_HANDLE_PARAMS_BYTES = 1 << 20
 MAX_NAME_LENGTH = 256
 MAX_PRIORITY = 100
@@ -292,6 +294,42 @@ def load_to_proto(stats: StatsLike) -> common_pb2.Load:
         encoder_cache_bytes_held=stats.encoder_cache_bytes_held,
         encoder_cache_items=stats.encoder_cache_items,
         counters=counters,
+    )
+
+
+# ---- vision rule ----
+
+
+def vision_rule_to_proto(grid: VisionGrid) -> common_pb2.VisionRule:
+    match grid:
+        case PatchGrid():
+            return common_pb2.VisionRule(
+                family=grid.family,
+                patch_size=grid.patch_size,
+                merge_size=grid.merge_size,
+                min_pixels=grid.min_pixels,
+                max_pixels=grid.max_pixels,
+            )
+        case SquareGrid():
+            return common_pb2.VisionRule(family=grid.family, num_embeds=grid.num_embeds)
+    raise TypeError(f"{type(grid).__name__} has no form on the wire")
+
+
+def vision_rule_from_proto(message: common_pb2.VisionRule, *, name: str = "vision_rule") -> VisionGrid:
+    """A rule that predicts embeddings; it knows nothing of the processor's other settings."""
+    if 0 < message.num_embeds <= MAX_EMBEDS:
+        return SquareGrid(family=message.family, processor="", settings={}, side=1, num_embeds=message.num_embeds)
+    unit, limit = message.patch_size * message.merge_size, MAX_IMAGE_PIXELS
+    if not (message.num_embeds == 0 < unit <= MAX_GRID and 0 < message.min_pixels <= message.max_pixels <= limit):
+        raise InvalidRequestError(f"{name} is none: {_shown(str(message))}")
+    return PatchGrid(
+        family=message.family,
+        processor="",
+        settings={},
+        patch_size=message.patch_size,
+        merge_size=message.merge_size,
+        min_pixels=message.min_pixels,
+        max_pixels=message.max_pixels,
     )
 
 

@@ -55,7 +55,11 @@ class IncompatibleError(TriptychError):
 
 
 class OverloadedError(TriptychError):
-    """Nothing was done; the same request may succeed later."""
+    """Nothing was done; the same request may succeed later, after `retry_after_s` seconds where that is known."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class StageUnavailableError(TriptychError):

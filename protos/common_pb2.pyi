@@ -121,14 +121,16 @@ class PlacedFeature(_message.Message):
     def __init__(self, feature: _Optional[_Union[Feature, _Mapping]] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class KvHandle(_message.Message):
-    __slots__ = ("connector", "params", "num_tokens")
+    __slots__ = ("connector", "params", "num_tokens", "tenant")
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     connector: str
     params: bytes
     num_tokens: int
-    def __init__(self, connector: _Optional[str] = ..., params: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, connector: _Optional[str] = ..., params: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("name", "start_s", "end_s", "where", "note")
@@ -167,7 +169,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "stage", "instance_id", "model", "family", "namespace_digest", "dtype", "max_model_len", "embed_width", "ec_role", "kv_role", "ec_connector", "kv_connector", "kv_layout", "weights_loaded_bytes", "weights_skipped_bytes", "max_images_per_prompt", "engine_pid")
+    __slots__ = ("version", "stage", "instance_id", "model", "family", "namespace_digest", "dtype", "max_model_len", "embed_width", "ec_role", "kv_role", "ec_connector", "kv_connector", "kv_layout", "weights_loaded_bytes", "weights_skipped_bytes", "max_images_per_prompt", "engine_pid", "vision_rule", "kv_block_size")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +188,8 @@ class ServerInfo(_message.Message):
     WEIGHTS_SKIPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGES_PER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_PID_FIELD_NUMBER: _ClassVar[int]
+    VISION_RULE_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     version: str
     stage: str
     instance_id: str
@@ -204,7 +208,25 @@ class ServerInfo(_message.Message):
     weights_skipped_bytes: int
     max_images_per_prompt: int
     engine_pid: int
-    def __init__(self, version: _Optional[str] = ..., stage: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., family: _Optional[str] = ..., namespace_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., embed_width: _Optional[int] = ..., ec_role: _Optional[str] = ..., kv_role: _Optional[str] = ..., ec_connector: _Optional[str] = ..., kv_connector: _Optional[str] = ..., kv_layout: _Optional[str] = ..., weights_loaded_bytes: _Optional[int] = ..., weights_skipped_bytes: _Optional[int] = ..., max_images_per_prompt: _Optional[int] = ..., engine_pid: _Optional[int] = ...) -> None: ...
+    vision_rule: VisionRule
+    kv_block_size: int
+    def __init__(self, version: _Optional[str] = ..., stage: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., family: _Optional[str] = ..., namespace_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., embed_width: _Optional[int] = ..., ec_role: _Optional[str] = ..., kv_role: _Optional[str] = ..., ec_connector: _Optional[str] = ..., kv_connector: _Optional[str] = ..., kv_layout: _Optional[str] = ..., weights_loaded_bytes: _Optional[int] = ..., weights_skipped_bytes: _Optional[int] = ..., max_images_per_prompt: _Optional[int] = ..., engine_pid: _Optional[int] = ..., vision_rule: _Optional[_Union[VisionRule, _Mapping]] = ..., kv_block_size: _Optional[int] = ...) -> None: ...
+
+class VisionRule(_message.Message):
+    __slots__ = ("family", "num_embeds", "patch_size", "merge_size", "min_pixels", "max_pixels")
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    NUM_EMBEDS_FIELD_NUMBER: _ClassVar[int]
+    PATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MERGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    family: str
+    num_embeds: int
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    def __init__(self, family: _Optional[str] = ..., num_embeds: _Optional[int] = ..., patch_size: _Optional[int] = ..., merge_size: _Optional[int] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

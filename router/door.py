@@ -26,9 +26,20 @@ _MAX_SHOWN = 100  # characters of a client's text that an error repeats
 # Below this, handing the bytes to a thread takes longer than looking at them, whatever they are: a header's texts may
 # be compressed a thousandfold.
 _INLINE_BYTES = 8 * 1024
+# Up to this, the same of the two most usual formats, where nothing in front of the pixels is compressed.
+_QUICK_BYTES = 256 * 1024
+_JPEG = b"\xff\xd8\xff"
+_PNG = b"\x89PNG\r\n\x1a\n"
+_COMPRESSED = (b"zTXt", b"iTXt", b"iCCP")
+_MAX_CHUNKS = 16
 #: Messages of a chat, and parts of a message. What else bounds them is the size of a request.
 _MAX_MESSAGES = 4096
 _MAX_PARTS = 4096
+
+
+# What a stage's deadline is before the request's own: this long, of a short one this share.
+_ANSWER_S = 0.05
+_ANSWER_SHARE = 0.05
 
 
 class Deadline:
@@ -46,17 +57,27 @@ class Deadline:
             raise DeadlineExceededError("the deadline passed")
         return left
 
+    def for_stage(self) -> float:
+        """Seconds that a stage's call gets: somewhat less than are left, so that a stage which runs out of time can
+        still say so. Raises as above."""
+        left = self.remaining()
+        return left - min(_ANSWER_S, left * _ANSWER_SHARE)
+
 
 class Image:
     """One image part and what the router knows of it. The bytes stay in the client's message until the stream ends."""
 
-    __slots__ = ("_part", "content_hash", "number", "size_bytes")
+    __slots__ = ("_part", "content_hash", "height", "number", "size_bytes", "width")
 
-    def __init__(self, part: common_pb2.ImagePart, number: int, digest: bytes, size_bytes: int) -> None:
+    def __init__(
+        self, part: common_pb2.ImagePart, number: int, digest: bytes, size_bytes: int, width: int, height: int
+    ) -> None:
         self._part = part
         self.number = number  # in the prompt, from 1
         self.content_hash = digest
         self.size_bytes = size_bytes
+        self.width = width  # in pixels, as it will be shown: the EXIF orientation is applied
+        self.height = height
 
     def read(self) -> bytes:
         """The file's bytes: a copy that protobuf makes at each access, so not to be kept."""
@@ -67,7 +88,10 @@ class Image:
 class Job:
     """An accepted request."""
 
-    __slots__ = ("chat", "deadline", "images", "priority", "request_id", "sampling", "shown_id", "tenant", "tokens")
+    __slots__ = (
+        "_num_calls", "chat", "deadline", "images", "priority", "request_id", "sampling", "shown_id", "tenant",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(self, request_id: str, shown_id: str, deadline: Deadline) -> None:
         self.request_id = request_id  # ours, unique; what the stages see
@@ -79,6 +103,12 @@ class Job:
         self.sampling = common_pb2.SamplingParams()
         self.tenant = ""
         self.priority = 0
+        self._num_calls = 0
+
+    def call_id(self) -> str:
+        """A name for one call of the request, unlike those of its other calls."""
+        self._num_calls += 1
+        return self.request_id if self._num_calls == 1 else f"{self.request_id}.{self._num_calls}"
 
 
 async def admit(
@@ -172,17 +202,40 @@ async def _open(part: common_pb2.ImagePart, number: int) -> Image:
         raise InvalidRequestError(f"image {number}: it has no bytes")
     if len(data) > MAX_IMAGE_BYTES:
         raise InvalidRequestError(f"image {number}: {len(data)} bytes, the limit is {MAX_IMAGE_BYTES}")
-    if len(data) <= _INLINE_BYTES:
-        digest = _look_at(data, number)
+    if _is_quick(data):
+        digest, width, height = _look_at(data, number)
     else:
-        digest = await asyncio.to_thread(_look_at, data, number)
-    return Image(part, number, digest, len(data))
+        digest, width, height = await asyncio.to_thread(_look_at, data, number)
+    return Image(part, number, digest, len(data), width, height)
 
 
-def _look_at(data: bytes, number: int) -> bytes:
-    """The content hash. Raises InvalidRequestError where the header is none of an image within our limits."""
-    read_header(data, part=f"image {number}")
-    return content_hash(data)
+def _is_quick(data: bytes) -> bool:
+    """Whether looking at the file takes less than handing it to a thread would."""
+    if len(data) <= _INLINE_BYTES:
+        return True
+    if len(data) > _QUICK_BYTES:
+        return False
+    return data.startswith(_JPEG) or (data.startswith(_PNG) and _has_plain_head(data))
+
+
+def _has_plain_head(png: bytes) -> bool:
+    """Whether the first pixels of a PNG file come after a few chunks, none of which is compressed."""
+    at = len(_PNG)
+    for _ in range(_MAX_CHUNKS):
+        kind = png[at + 4 : at + 8]
+        if kind == b"IDAT":
+            return True
+        if kind in _COMPRESSED:
+            return False
+        at += 12 + int.from_bytes(png[at : at + 4], "big")
+    return False
+
+
+def _look_at(data: bytes, number: int) -> tuple[bytes, int, int]:
+    """The content hash, width and height. Raises InvalidRequestError where the header is none of an image within our
+    limits."""
+    header = read_header(data, part=f"image {number}")
+    return content_hash(data), header.width, header.height
 
 
 def _shown(text: str) -> str:

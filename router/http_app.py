@@ -15,9 +15,18 @@ from core.server import address, check_bindable
 class HttpServer:
     """`/health`: the process lives. `/ready`: it takes requests. `/metrics`: Prometheus text. Event loop only."""
 
-    def __init__(self, host: str, port: int, *, registry: CollectorRegistry, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        registry: CollectorRegistry,
+        is_ready: Callable[[], bool],
+        reuse_port: bool = False,
+    ) -> None:
         self._host = host
         self._port = port
+        self._reuse_port = reuse_port
         self._registry = registry
         self._is_ready = is_ready
         app = web.Application()
@@ -28,9 +37,10 @@ class HttpServer:
 
     async def start(self) -> str:
         """Listen; returns `host:port`. Raises ConfigError that names `--http-port` where it cannot."""
-        check_bindable(self._host, self._port, port_option="--http-port")
+        if not self._reuse_port:
+            check_bindable(self._host, self._port, port_option="--http-port")
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
+        site = web.TCPSite(self._runner, self._host, self._port, reuse_port=self._reuse_port or None)
         try:
             await site.start()
         except OSError as error:

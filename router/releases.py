@@ -25,20 +25,17 @@ class Releases:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def give_up(self, worker: Worker, request_id: str, kv: common_pb2.KvHandle | None, *, after_s: float = 0.0) -> None:
+    def give_up(self, worker: Worker, request_id: str, kv: common_pb2.KvHandle | None) -> None:
         """Tell the prefill worker that made `kv`, or whose reply with the handle will not be read: then it is None, and
-        whatever was handed over for `request_id` is meant. Returns at once; safe to call while being cancelled.
-
-        `after_s`: wait first. A decode worker that is pulling the blocks hears of a cancel as well and ends the lease
-        itself; were ours to come before, it would count a pull that failed."""
+        whatever was handed over for the call `request_id` is meant. Returns at once; safe to call while being
+        cancelled. A decode worker that is pulling the blocks is told that they were given up, and counts no failure."""
         request = prefill_pb2.ReleaseRequest(request_id=request_id, kv=kv)
-        task = asyncio.create_task(self._release(worker, request, after_s))
+        task = asyncio.create_task(self._release(worker, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _release(self, worker: Worker, request: prefill_pb2.ReleaseRequest, after_s: float) -> None:
+    async def _release(self, worker: Worker, request: prefill_pb2.ReleaseRequest) -> None:
         try:
-            await asyncio.sleep(after_s)
             await worker.stub.Release(request, timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             logger.warning("release at %s failed, the lease will expire: %s", worker.address, error.details())

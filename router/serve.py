@@ -4,54 +4,103 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import msgspec
 
 from core.server import GrpcServer
 from protos import router_pb2_grpc
+from router.admin import start_admin
+from router.discovery import Discovery
 from router.fleet import Fleet
 from router.http_app import HttpServer
 from router.metrics import RouterMetrics
 from router.pipeline import Pipeline
+from router.roster import Roster
 from router.servicer import SERVICE_NAME, RouterServicer
 from router.settings import RouterSettings
+from router.stages import Patience
 
 logger = logging.getLogger(__name__)
 
 
-async def serve(settings: RouterSettings) -> None:
-    """Run until SIGTERM or SIGINT, and print `ready router grpc=… http=…` once every stage serves.
+class Among(msgspec.Struct, frozen=True):
+    """Which of several processes on the same ports this one is; its starter keeps the Admin service."""
+
+    number: int
+    #: Returns when the starter wants it to stop, or is gone.
+    stopped: Callable[[Roster], Awaitable[object]]
+
+
+async def serve(settings: RouterSettings, among: Among | None = None) -> int:
+    """Run until SIGTERM or SIGINT, and print `ready router grpc=… http=… [admin=…]` once every stage serves. Returns 0.
 
     Until then a log line says which workers cannot be reached or do not serve yet, health and `/ready` say not ready,
     and requests end UNAVAILABLE with the name of the stage that is awaited.
 
-    Raises ConfigError where a port cannot be had, IncompatibleError where two stages do not fit together.
+    Raises ConfigError where a port cannot be had or a policy be made, IncompatibleError where the listed stages do not
+    fit together and no others can come.
     """
+    shares_ports = among is not None
     metrics = RouterMetrics()
-    fleet = Fleet(settings)
-    pipeline = Pipeline(fleet, metrics)
-    servicer = RouterServicer(settings, pipeline, metrics)
-    server = GrpcServer(settings.host, settings.port)
-    router_pb2_grpc.add_RouterServicer_to_server(servicer, server.server)
-    http = HttpServer(settings.host, settings.http_port, registry=metrics.registry, is_ready=lambda: servicer.ready)
-    stop = asyncio.create_task(server.wait_for_signal())
-    try:
+    async with AsyncExitStack() as at_end:
+        fleet = Fleet(settings, metrics)
+        at_end.push_async_callback(fleet.close)
+        discovery = Discovery(settings, fleet, metrics)
+        roster = Roster(fleet, discovery, among.number if among is not None else 0)
+        pipeline = Pipeline(fleet, metrics, Patience(settings.stall_timeout_s, settings.client_timeout_s))
+        servicer = RouterServicer(settings, pipeline, metrics)
+        server = GrpcServer(settings.host, settings.port, reuse_port=shares_ports)
+        router_pb2_grpc.add_RouterServicer_to_server(servicer, server.server)
+        http = HttpServer(
+            settings.host,
+            settings.http_port,
+            registry=metrics.exposed,
+            is_ready=lambda: servicer.ready,
+            reuse_port=shares_ports,
+        )
+        at_end.push_async_callback(http.stop)
+        at_end.push_async_callback(pipeline.releases.close)
+        stop: asyncio.Task[object] = asyncio.create_task(_stopped(server, among, roster))
+        at_end.callback(stop.cancel)
         http_address = await http.start()
         await server.start([SERVICE_NAME])
+        ready = f"ready router grpc={server.bound} http={http_address}"
+        if settings.admin_port is not None and among is None:
+            admin = await start_admin(settings.admin_host, settings.admin_port, roster)
+            at_end.push_async_callback(admin.drain, 0)
+            ready += f" admin={admin.bound}"
+        finding = asyncio.create_task(discovery.run())
+        at_end.push_async_callback(_end, finding)
         try:
             if await _first_of(stop, fleet.wait_until_serving()):
                 servicer.ready = True
                 server.set_serving(True)
-                print(f"ready router grpc={server.bound} http={http_address}", flush=True)
+                print(ready, flush=True)
                 await _first_of(stop, fleet.monitor())
         finally:
             servicer.ready = False
             logger.info("draining")
             await server.drain(settings.drain_timeout_s)
+    return 0
+
+
+async def _stopped(server: GrpcServer, among: Among | None, roster: Roster) -> None:
+    """Return at a signal, or when the starter says so."""
+    reasons = {asyncio.ensure_future(server.wait_for_signal())}
+    if among is not None:
+        reasons.add(asyncio.ensure_future(among.stopped(roster)))  # type: ignore[arg-type]
+    try:
+        await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        stop.cancel()
-        await pipeline.releases.close()
-        await fleet.close()
-        await http.stop()
+        for reason in reasons:
+            reason.cancel()
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
 
 
 async def _first_of(stop: asyncio.Task[object], work: Awaitable[None]) -> bool:

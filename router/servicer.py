@@ -8,6 +8,7 @@ import uuid
 
 import grpc
 
+from core import logs
 from core.errors import DeadlineExceededError, StageUnavailableError
 from core.server import guarded
 from core.types import Stage
@@ -18,6 +19,7 @@ from router.door import Deadline, admit
 from router.metrics import RouterMetrics
 from router.pipeline import Pipeline
 from router.settings import RouterSettings
+from router.tenants import tenant_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
         self._settings = settings
         self._pipeline = pipeline
         self._metrics = metrics
-        self._admission = Admission(settings.max_inflight, settings.max_image_bytes_held, metrics)
+        self._admission = Admission(settings, metrics, lambda: pipeline.fleet.kv_capacity)
         self._instance_id = uuid.uuid4().hex
 
     async def Generate(  # noqa: N802 - the name of the RPC
@@ -64,8 +66,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
             raise StageUnavailableError(Stage.ROUTER, "it is starting or stopping")
         time_remaining = context.time_remaining()
         deadline = Deadline(self._settings.request_timeout_s if time_remaining is None else time_remaining)
-        fleet = self._pipeline.fleet
-        with self._admission.request():
+        fleet, admission = self._pipeline.fleet, self._admission
+        tenant = tenant_of(context.invocation_metadata() or (), trust_header=self._settings.trust_tenant_header)
+        with admission.request(tenant):
             try:
                 async with asyncio.timeout_at(deadline.at):
                     job = await admit(
@@ -75,9 +78,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
                         max_images=fleet.max_images_per_prompt,
                         max_model_len=fleet.max_model_len,
                     )
+                    logs.request_id.set(job.request_id)
                     logger.debug("request %s is the client's %r", job.request_id, job.shown_id)
-                    with self._admission.images(sum(image.size_bytes for image in job.images)):
-                        await self._pipeline.run(job, context.write)
+                    job.tenant = tenant
+                    with admission.images(sum(image.size_bytes for image in job.images), tenant):
+                        async with admission.turn(tenant, fleet.request_tokens(job), job.priority):
+                            await self._pipeline.run(job, context.write)
             except TimeoutError:
                 raise DeadlineExceededError("the deadline passed") from None
 
@@ -106,4 +112,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
         context: grpc.aio.ServicerContext[common_pb2.GetLoadRequest, common_pb2.Load],
     ) -> common_pb2.Load:
         async with guarded(context, "Router.GetLoad"):
-            return common_pb2.Load(num_requests_running=self._admission.num_running, counters=self._metrics.counters())
+            return common_pb2.Load(
+                num_requests_running=self._admission.num_running,
+                num_requests_waiting=self._admission.num_waiting,
+                counters=self._metrics.counters(),
+            )

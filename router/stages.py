@@ -1,174 +1,210 @@
-"""Calls to workers: which of them is tried, for how long, and what their failures mean.
+"""Calls to the three stages: which worker is asked, and who is asked next where one fails.
 
-A worker that is UNAVAILABLE is passed over for each other worker of its stage once. Every other refusal would be the
-same elsewhere and passes through with its code and details.
+A worker that has gone, is full, silent or wrong is passed over for another one of its stage, as often as the request's
+allowance says. Once all were tried they are tried once more, where they have gone and the fleet counts on one of them
+all the same: it may be back. Every other refusal would be the same elsewhere and passes through with code and details.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
 
-import grpc
+import msgspec
 
-from core.errors import (
-    DeadlineExceededError,
-    EngineError,
-    IncompatibleError,
-    InvalidRequestError,
-    OverloadedError,
-    StageUnavailableError,
-    TriptychError,
-)
+from core.errors import DeadlineExceededError, StageUnavailableError, TriptychError
+from core.keys import item_key
 from core.types import Stage
 from protos import decode_pb2, encoder_pb2, prefill_pb2
-from router.door import Deadline, Image
+from router.answers import NonsenseError, check_encoded, check_prefilled
+from router.assignment import Assignment
+from router.attempts import Attempt, AttemptFailedError
+from router.door import Image, Job
 from router.fleet import Fleet
 from router.metrics import RETRY_LABEL, RouterMetrics
+from router.retries import Allowance, backoff_s
+from router.watchdog import Watchdog
+from router.work import Work
 from router.workers import Worker
 
-logger = logging.getLogger(__name__)
+#: As after so many failures: time for what fell together to come back.
+_BEFORE_REPEATING = 3
 
-# How StageUnavailableError reads, with a stage or a worker's name in front: an UNAVAILABLE with other details is gRPC's
-# own and names addresses.
-_OURS = re.compile(r".{1,64}? is unavailable: ")
-
-T = TypeVar("T")
+Take = Callable[[decode_pb2.DecodeResponse], Awaitable[bool]]
 
 
-class RefusedElsewhereError(IncompatibleError):
-    """A stage's FAILED_PRECONDITION, in its own words."""
+class Patience(msgspec.Struct, frozen=True):
+    """How long the router waits for a word, in seconds."""
 
-    def __init__(self, details: str) -> None:
-        TriptychError.__init__(self, details)
-
-
-def is_unavailable(error: grpc.aio.AioRpcError) -> bool:
-    """Whether another worker may succeed. CANCELLED that nobody here asked for is a worker that is shutting down."""
-    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-
-
-def unavailable(stage: Stage, error: grpc.aio.AioRpcError | None) -> StageUnavailableError:
-    details = (error.details() or "") if error is not None else ""
-    ours = _OURS.match(details)
-    return StageUnavailableError(stage, details[ours.end() :] if ours else "none of its workers can be reached")
-
-
-def from_status(stage: Stage, error: grpc.aio.AioRpcError) -> TriptychError:
-    """A stage's status as our exception: the same code and details once it reaches the client."""
-    code, details = error.code(), error.details() or ""
-    match code:
-        case grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidRequestError(details)
-        case grpc.StatusCode.FAILED_PRECONDITION:
-            return RefusedElsewhereError(details)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return OverloadedError(details)
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineExceededError(f"the deadline passed in {stage}")
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
-            return unavailable(stage, error)
-        case grpc.StatusCode.INTERNAL:
-            return EngineError(details)
-    logger.error("%s answered %s: %s", stage, code, details)
-    return EngineError(f"{stage} failed")
+    stall_s: float = 30.0  # from a worker, before another one is asked instead
+    client_s: float = 30.0  # until a client takes what is sent to it
 
 
 class Stages:
     """The three stages as the pipeline calls them. One event loop; cancelling a caller cancels its call."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics, watchdog: Watchdog, patience: Patience) -> None:
+        self.fleet = fleet
         self._metrics = metrics
+        self._watchdog = watchdog
+        self._patience = patience
 
     async def encode(
-        self, image: Image, *, request_id: str, tenant: str, deadline: Deadline, reported_missing: bool
+        self, image: Image, job: Job, allowance: Allowance, *, reported_missing: bool
     ) -> encoder_pb2.EncodeResponse:
         """Have one image encoded, at the worker where equal images meet if it can. `reported_missing`: a stage did not
-        find its item, so the encoder must look afresh."""
-
-        def call(worker: Worker) -> Any:
+        find its item, so the encoder must look afresh. The item is the one that we expect."""
+        key = item_key(image.content_hash, self.fleet.namespace, job.tenant)
+        search = Search(self, self.fleet.encode_work(image, job.tenant), allowance)
+        while (assignment := await search.next()) is not None:
             request = encoder_pb2.EncodeRequest(
-                request_id=request_id,
+                request_id=job.request_id,
                 image=image.read(),
                 content_hash=image.content_hash,
-                tenant=tenant,
+                tenant=job.tenant,
                 reported_missing=reported_missing,
             )
-            return worker.stub.Encode(request, timeout=deadline.remaining())
-
-        response: encoder_pb2.EncodeResponse
-        _, response = await self._first(Stage.ENCODER, self._fleet.encoders.by_content(image.content_hash), call)
-        return response
+            try:
+                with assignment:
+                    call = assignment.worker.stub.Encode(request, timeout=job.deadline.for_stage())
+                    with self._attempt(assignment, call, search):
+                        response: encoder_pb2.EncodeResponse = await call
+                        check_encoded(response, key)
+                        return response
+            except AttemptFailedError as failure:
+                search.failed(failure)
+        raise search.error
 
     async def prefill(
-        self, request: prefill_pb2.PrefillRequest, deadline: Deadline, abandoned: Callable[[Worker], None]
+        self,
+        request: prefill_pb2.PrefillRequest,
+        job: Job,
+        allowance: Allowance,
+        *,
+        keys: Collection[str],
+        original: prefill_pb2.PrefillRequest | None,
+        abandoned: Callable[[Worker, str], None],
     ) -> tuple[Worker, prefill_pb2.PrefillResponse]:
-        """Compute a prompt at the next worker in turn. Also returns who did it: it holds the blocks.
+        """Compute a prompt. Also returns who did it: it holds the blocks. `keys`: of the request's items; `original`:
+        see `Fleet.prefill_work`.
 
-        `abandoned` is called with a worker whose reply will not be read though it may have been sent.
+        Each call has a request id of its own, so that giving up what one of them left behind cannot hit another.
+        `abandoned` is told of each call that may have left a lease: its worker and that id.
         """
-
-        async def call(worker: Worker) -> prefill_pb2.PrefillResponse:
+        search = Search(self, self.fleet.prefill_work(request, original), allowance)
+        while (assignment := await search.next()) is not None:
+            worker = assignment.worker
+            request.request_id = job.call_id()
             try:
-                response: prefill_pb2.PrefillResponse
-                response = await worker.stub.Prefill(request, timeout=deadline.remaining())
-                return response
-            except asyncio.CancelledError:
-                abandoned(worker)
+                with assignment:
+                    call = worker.stub.Prefill(request, timeout=job.deadline.for_stage())
+                    with self._attempt(assignment, call, search):
+                        response: prefill_pb2.PrefillResponse = await call
+                        check_prefilled(response, keys)
+                        return worker, response
+            except AttemptFailedError as failure:
+                if failure.reason != "overloaded":
+                    abandoned(worker, request.request_id)
+                search.failed(failure)
+            except (asyncio.CancelledError, DeadlineExceededError):
+                abandoned(worker, request.request_id)
                 raise
-            except grpc.aio.AioRpcError as error:
-                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                    abandoned(worker)
-                raise
+        raise search.error
 
-        return await self._first(Stage.PREFILL, self._fleet.prefills.by_turn(), call)
+    async def decode(
+        self, assignment: Assignment, request: decode_pb2.DecodeRequest, job: Job, search: Search, take: Take
+    ) -> None:
+        """Read one worker's stream; `take` gets each message and answers True for the last one it wants.
 
-    def decode_workers(self) -> list[Worker]:
-        return self._fleet.decodes.by_turn()
+        Raises AttemptFailedError where the stream breaks, and what `take` raises.
+        """
+        now_s = asyncio.get_running_loop().time
+        with assignment:
+            call = assignment.worker.stub.Decode(request, timeout=job.deadline.for_stage())
+            with self._attempt(assignment, call, search) as attempt:
+                is_first = True
+                async for message in call:
+                    attempt.heard()
+                    if is_first:
+                        is_first = False
+                        assignment.answered()
+                    if await take(message):
+                        return
+                    attempt.listen(now_s())
+                raise NonsenseError("it ended its stream without an end")
 
-    def decode(self, worker: Worker, request: decode_pb2.DecodeRequest, deadline: Deadline) -> Any:
-        """Begin a stream at one worker. The caller reads it, and cancels it where it stops reading."""
-        return worker.stub.Decode(request, timeout=deadline.remaining())
-
-    def failed(self, worker: Worker, error: grpc.aio.AioRpcError) -> None:
-        """Note that a worker was UNAVAILABLE: others are tried first until it answers the next poll."""
-        logger.warning("%s %s is unavailable: %s", worker.stage, worker.address, error.details())
-        if not _OURS.match(error.details() or ""):
-            worker.serving = False
+    def is_serving(self, stage: Stage) -> bool:
+        """Whether the fleet counts on some worker of the stage."""
+        return all(pool.stage is not stage for pool in self.fleet.missing())
 
     def count_retry(self, stage: Stage, reason: str) -> None:
         self._metrics.retries.labels(stage=RETRY_LABEL[stage], reason=reason).inc()
 
-    async def _first(
-        self, stage: Stage, workers: list[Worker], call: Callable[[Worker], Awaitable[T]]
-    ) -> tuple[Worker, T]:
-        last: grpc.aio.AioRpcError | None = None
-        for worker in workers:
-            if last is not None:
-                self.count_retry(stage, "unavailable")
-            try:
-                return worker, await call(worker)
-            except grpc.aio.AioRpcError as error:
-                if not is_unavailable(error):
-                    raise from_status(stage, error) from error
-                self.failed(worker, error)
-                last = error
-        raise unavailable(stage, last)
+    def _attempt(self, assignment: Assignment, call: Any, search: Search) -> Attempt:
+        return Attempt(assignment, call, self._watchdog, self._patience.stall_s, search.may_leave)
 
 
-def cancelled_by_us() -> bool:
-    """Whether this task was asked to stop. Else a CancelledError is grpc.aio's word for a stream that its server
-    cancelled, as one does whose drain has run out of time."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
+class Search:
+    """The workers of one stage, one after the other, for one piece of work. Event loop only."""
 
+    __slots__ = ("_allowance", "_current", "_stages", "_tried", "_was_repeated", "_work", "failure")
 
-def ended_by_worker() -> grpc.aio.AioRpcError:
-    """What such a stream's end is for us."""
-    return grpc.aio.AioRpcError(
-        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "the worker ended the stream"
-    )
+    def __init__(self, stages: Stages, work: Work, allowance: Allowance) -> None:
+        self._stages = stages
+        self._work = work
+        self._allowance = allowance
+        self._tried: list[Worker] = []
+        self._current: Worker | None = None
+        self._was_repeated = False
+        #: Why the last attempt was not the last.
+        self.failure: AttemptFailedError | None = None
+
+    async def next(self) -> Assignment | None:
+        """Another worker to ask, after a pause where several have failed. None: there is nobody left."""
+        if self.failure is None:
+            return self._choose()
+        if len(self._tried) > 1:
+            await asyncio.sleep(backoff_s(len(self._tried)))
+        assignment = self._choose()
+        if assignment is None and not self._was_repeated and self.failure.was_lost:
+            self._was_repeated = True
+            await asyncio.sleep(backoff_s(_BEFORE_REPEATING))
+            if not self._stages.is_serving(self._work.stage):
+                return None
+            self._tried.clear()
+            assignment = self._choose()
+        if assignment is not None:
+            self._stages.count_retry(self._work.stage, self.failure.reason)
+        return assignment
+
+    def failed(self, failure: AttemptFailedError) -> None:
+        """Go on to another worker. Raises the failure's error where the request may try no more."""
+        self.failure = failure
+        assert self._current is not None
+        self._tried.append(self._current)
+        if not self._allowance.take(was_lost=failure.was_lost, is_broken=failure.is_broken):
+            raise failure.error
+
+    def may_leave(self) -> bool:
+        """Whether there is another worker than the one that is asked now, and the request may try once more."""
+        assert self._current is not None
+        avoid = (*self._tried, self._current)
+        now_s = asyncio.get_running_loop().time()
+        is_there = any(
+            worker.stage is self._work.stage and worker.usable(now_s) and worker not in avoid
+            for worker in self._stages.fleet.workers()
+        )
+        return is_there and self._allowance.may_retry
+
+    @property
+    def error(self) -> TriptychError:
+        """What the client is told once there is nobody left."""
+        if self.failure is not None:
+            return self.failure.error
+        return StageUnavailableError(self._work.stage, "none of its workers can be reached")
+
+    def _choose(self) -> Assignment | None:
+        assignment = self._stages.fleet.choose(self._work, avoid=self._tried)
+        self._current = assignment.worker if assignment is not None else None
+        return assignment

@@ -1,16 +1,19 @@
-"""The workers of one stage: their channels, what they say of themselves, and in which order they are tried."""
+"""The workers of one stage: their channels, what they say of themselves, and what this router has under way there."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
-from blake3 import blake3
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from core.server import CHANNEL_OPTIONS
 from core.types import Stage
 from protos import common_pb2, decode_pb2_grpc, encoder_pb2_grpc, prefill_pb2_grpc
+from router.assignment import Assignment
+from router.breaker import Breaker
+from router.policies.base import Policy
 
 _STUBS: dict[Stage, Any] = {
     Stage.ENCODER: encoder_pb2_grpc.EncoderStub,
@@ -20,75 +23,124 @@ _STUBS: dict[Stage, Any] = {
 
 
 class Worker:
-    """One worker process. Slotted state that the fleet's monitor writes and the pipeline reads."""
+    """One worker process, as far as this router knows. Slotted state; event loop only.
 
-    __slots__ = ("_channel", "_health", "address", "incompatible", "info", "reachable", "serving", "stage", "stub")
+    `router.probes` writes what the worker says, `Fleet` what becomes of calls; policies see it as a `Candidate`.
+    """
+
+    __slots__ = (
+        "_channel", "_idle", "address", "assignments", "breaker", "busy_until_s", "calls", "cost", "health",
+        "healthy", "info", "instance_id", "kv_capacity", "kv_tokens", "leaving", "load", "other_calls",
+        "other_kv_tokens", "reachable", "refusal", "responsive", "serving", "stage", "stub", "waiting",
+    )  # fmt: skip
 
     def __init__(self, stage: Stage, address: str) -> None:
         self.stage = stage
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.stub = _STUBS[stage](self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
-        self.info: common_pb2.ServerInfo | None = None  # of the process that answered last
-        self.serving = False  # what its health said last
-        self.reachable = False  # whether it said anything
-        self.incompatible = False  # it does not fit the other stages: never used
+        self.health = health_pb2_grpc.HealthStub(self._channel)
 
-    async def poll(self, timeout_s: float) -> None:
-        """Ask for health, and for ServerInfo where the worker serves. Unreachable means not serving; never raises."""
-        try:
-            health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-            self.reachable = True
-            serving = health.status == health_pb2.HealthCheckResponse.SERVING
-            if serving:
-                self.info = await self.stub.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=timeout_s)
-            self.serving = serving
-        except grpc.aio.AioRpcError as error:
-            self.serving = False
-            self.reachable = error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        self.info: common_pb2.ServerInfo | None = None  # of the process that answered last
+        self.instance_id = ""
+        self.healthy = False  # what its health said last
+        self.reachable = False  # whether it said anything
+        self.responsive = True  # it answers polls in time
+        self.serving = False  # all of that
+        self.refusal: str | None = None  # why it is never used, as it does not fit
+        self.leaving = False  # it gets no new calls
+        self.breaker = Breaker()
+        self.busy_until_s = 0.0  # it said RESOURCE_EXHAUSTED: others first, on the loop's clock
+
+        self.assignments: set[Assignment] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.calls = 0
+        self.cost = 0.0
+        self.kv_tokens = 0
+        self.load: common_pb2.Load | None = None
+        self.other_calls = 0
+        self.waiting = 0
+        self.other_kv_tokens = 0
+        self.kv_capacity = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.stage} {self.address}"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may be tried at all."""
+        return self.refusal is None and not self.leaving
+
+    @property
+    def state(self) -> str:
+        """One word or two for people."""
+        if self.leaving:
+            return "leaving"
+        if self.refusal is not None:
+            return "refused"
+        if not self.reachable:
+            return "unreachable"
+        if not self.responsive:
+            return "silent"
+        if not self.serving:
+            return "not serving"
+        return "serving" if self.breaker.closed else "failing"
+
+    def usable(self, now_s: float) -> bool:
+        """Whether a policy may choose it."""
+        return self.serving and self.refusal is None and not self.leaving and self.breaker.allows(now_s)
+
+    def report(self, load: common_pb2.Load) -> None:
+        """Take what GetLoad answered. Of what it names, all that is not ours is other routers'."""
+        block_size = self.info.kv_block_size if self.info is not None else 0
+        self.load = load
+        self.waiting = load.num_requests_waiting
+        self.other_calls = max(0, load.num_requests_running + load.num_requests_waiting - self.calls)
+        self.kv_capacity = load.kv_blocks_total * block_size
+        self.other_kv_tokens = max(0, load.kv_blocks_held * block_size - self.kv_tokens)
+
+    def take(self, assignment: Assignment) -> None:
+        self.assignments.add(assignment)
+        self._idle.clear()
+        self.calls += 1
+        self.cost += assignment.charge
+        self.kv_tokens += assignment.work.kv_tokens
+
+    def give_back(self, assignment: Assignment) -> None:
+        self.assignments.discard(assignment)
+        self.calls -= 1
+        self.cost = self.cost - assignment.charge if self.calls else 0.0  # no rest from rounding
+        self.kv_tokens -= assignment.work.kv_tokens
+        if not self.calls:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Return once no call of ours is under way there."""
+        await self._idle.wait()
+
+    def lose_calls(self) -> None:
+        """Tell whoever waits for this worker that it will not answer."""
+        for assignment in list(self.assignments):
+            assignment.lose()
 
     async def close(self) -> None:
         await self._channel.close()
 
 
 class WorkerPool:
-    """All workers of one stage. The list is static; which of them are tried first changes."""
+    """All workers of one stage, in the order in which they came, and the policy that picks among them."""
 
-    def __init__(self, stage: Stage, addresses: tuple[str, ...]) -> None:
+    def __init__(self, stage: Stage, policy: Policy) -> None:
         self.stage = stage
-        self.workers = [Worker(stage, address) for address in addresses]
-        self._turn = 0
+        self.policy = policy
+        self.workers: list[Worker] = []
 
     @property
     def serving(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.serving and not worker.incompatible]
+        """Those that serve and fit, their breakers aside."""
+        return [worker for worker in self.workers if worker.serving and worker.fits]
 
-    def by_turn(self) -> list[Worker]:
-        """Every usable worker once, beginning with the next one in turn. The turn goes on from call to call."""
-        turn, self._turn = self._turn, self._turn + 1
-        # The turn counts among those that serve: were it kept over all of them, the one behind a worker that is down
-        # would get that worker's share besides its own.
-        first = self.serving
-        start = turn % len(first) if first else 0
-        return first[start:] + first[:start] + self._last_resort()
-
-    def by_content(self, content_hash: bytes) -> list[Worker]:
-        """Every usable worker once, in the order of rendezvous hashing (Thaler and Ravishankar, 1998) on the content.
-
-        Equal images meet at one worker, and when it goes only its share moves, evenly, to the others.
-        """
-        ranked = sorted(self.serving, key=lambda worker: _weight(content_hash, worker.address), reverse=True)
-        return ranked + self._last_resort()
-
-    def _last_resort(self) -> list[Worker]:
-        # What health said is a moment old: a worker that seems down is tried when there is no other.
-        return [worker for worker in self.workers if not worker.serving and not worker.incompatible]
-
-    async def close(self) -> None:
-        for worker in self.workers:
-            await worker.close()
-
-
-def _weight(content_hash: bytes, address: str) -> bytes:
-    return blake3(content_hash + address.encode()).digest(length=8)
+    def find(self, address: str) -> Worker | None:
+        return next((worker for worker in self.workers if worker.address == address), None)

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 import grpc
 
 from core.config import EngineConfig
-from core.convert import load_to_proto
+from core.convert import load_to_proto, vision_rule_to_proto
 from core.errors import EngineError, InvalidRequestError, StageUnavailableError
 from core.options import ServeSettings
 from core.server import guarded
 from core.types import Feature, PlacedFeature, Stage
 from core.version import version
+from core.vision_grid import VisionGrid
 from engine.protocol import EncodeOutput, EngineCoreRequest, EngineInfo, EngineStats, RequestOutput
 from protos import common_pb2
 
@@ -49,6 +50,7 @@ class Engine(Protocol):
 
     info: EngineInfo
     stats: EngineStats
+    vision_grid: VisionGrid | None
     on_stats: Callable[[EngineStats], None] | None
 
     @property
@@ -110,7 +112,7 @@ class Worker:
 
     def server_info(self, stage: Stage) -> common_pb2.ServerInfo:
         """What GetServerInfo of `stage`'s service answers. Raises StageUnavailableError before the engine is ready."""
-        info, config = self.engine.info, self.config
+        info, config, grid = self.engine.info, self.config, self.engine.vision_grid
         return common_pb2.ServerInfo(
             version=version(),
             stage=stage.value,
@@ -130,6 +132,8 @@ class Worker:
             weights_skipped_bytes=info.weights_skipped_bytes,
             max_images_per_prompt=config.max_images_per_prompt,
             engine_pid=info.pid,
+            vision_rule=vision_rule_to_proto(grid) if grid is not None else None,
+            kv_block_size=config.block_size if config.kv_role is not None else 0,
         )
 
     def load(self) -> common_pb2.Load:

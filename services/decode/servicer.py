@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from core import logs
 from core.convert import (
     finish_reason_to_proto,
     kv_handle_from_proto,
@@ -39,6 +40,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc]  # g
         async with self._worker.guarded(context, "Decode.Decode"):
             engine = self._worker.engine
             core_request = _to_core(request, engine, self._worker.config.max_images_per_prompt)
+            logs.request_id.set(request.request_id)
             # Written out instead of yielded: a cancelled call is cancelled at an await in here, so that the engine is
             # told at once and not when the garbage collector finds the generator.
             async with aclosing(engine.generate(core_request)) as outputs:
@@ -73,6 +75,8 @@ def _to_core(request: decode_pb2.DecodeRequest, engine: Engine, max_images: int)
         raise InvalidRequestError("output_token_ids is empty; it holds at least the token that prefill sampled")
     if not request.HasField("kv"):
         raise InvalidRequestError("kv is absent; decode continues what a prefill worker computed")
+    if request.kv.tenant != tenant:
+        raise InvalidRequestError("kv was computed for another tenant's request")
     return EngineCoreRequest(
         request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
         arrival_s=time.time(),

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from core import logs
 from core.convert import feature_to_proto, request_id_from_proto, spans_to_proto, tenant_from_proto
 from core.errors import InvalidRequestError
 from core.keys import DIGEST_BYTES, content_hash
@@ -32,6 +33,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):  # type: ignore[misc]  
         async with self._worker.guarded(context, "Encoder.Encode"):
             engine = self._worker.engine
             request_id = request_id_from_proto(request.request_id)
+            logs.request_id.set(request_id)
             tenant = tenant_from_proto(request.tenant)
             await _check_image(request.image, request.content_hash)
             # Several images of one request share its id; the engine needs them apart.

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from core import logs
 from core.convert import (
     features_from_proto,
     finish_reason_to_proto,
@@ -49,6 +50,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]  
         async with self._worker.guarded(context, "Prefill.Prefill"):
             engine = self._worker.engine
             core_request = await self._to_core(request, engine)
+            logs.request_id.set(request.request_id)
             try:
                 output = await _first_output(engine, core_request)
                 response = _to_response(core_request, output)
@@ -197,13 +199,17 @@ def _to_response(core_request: EngineCoreRequest, output: RequestOutput) -> pref
         return prefill_pb2.PrefillResponse(missing=common_pb2.MissingItems(keys=output.missing), spans=spans)
     if len(output.token_ids) != 1 or (output.kv is None) == (output.finish_reason is None):
         raise EngineError("the engine's result is not one token with either a handle or a reason to end")
+    handle = None
+    if output.kv is not None:
+        handle = kv_handle_to_proto(output.kv)
+        handle.tenant = core_request.tenant
     prefilled = prefill_pb2.Prefilled(
         prompt_token_ids=core_request.prompt_token_ids,
         features=placed_to_proto(core_request.features),
         token_id=output.token_ids[0],
         text=output.text,
         finish_reason=finish_reason_to_proto(output.finish_reason),
-        kv=kv_handle_to_proto(output.kv) if output.kv is not None else None,
+        kv=handle,
         usage=usage_to_proto(output.usage or Usage()),
     )
     return prefill_pb2.PrefillResponse(prefilled=prefilled, spans=spans)

@@ -17,6 +17,7 @@ from cli.process import Child
 from protos import common_pb2, router_pb2_grpc
 from tests.e2e.conftest import Cluster, chat_request, wait_until
 from tests.e2e.conversations import CONVERSATIONS
+from tests.failure_watch import injected_faults
 from tests.pictures import picture
 from tests.reference import Conversation, Reference
 
@@ -75,16 +76,26 @@ def wide(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         ],
         log_dir=folder / "logs",
     )
-    with local:
+    with injected_faults(), local:
         yield Cluster(local), folder / "ec"
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_more_workers_answer_like_one_of_each_from_the_first_request_on(
+    wide: tuple[Cluster, Path], reference: Reference, name: str
+) -> None:
+    """One of each is held against the same reference in test_equality.py. Nothing ran before these."""
+    cluster, _ = wide
+    assert cluster.tokens(CONVERSATIONS[name], max_tokens=16) == reference.generate(CONVERSATIONS[name], 16)
 
 
 def test_images_spread_over_encoders_and_equal_ones_meet(wide: tuple[Cluster, Path]) -> None:
     cluster, _ = wide
+    before = [_counter(cluster, "encoder", i, "vision_tower_images_total") for i in range(2)]
     for _ in range(2):
         for seed in range(12):
             cluster.tokens([("user", [picture(200 + seed, 64, 64), "?"])], max_tokens=1)
-    ran = [_counter(cluster, "encoder", i, "vision_tower_images_total") for i in range(2)]
+    ran = [_counter(cluster, "encoder", i, "vision_tower_images_total") - before[i] for i in range(2)]
     assert sum(ran) == 12
     assert min(ran) > 0
 

@@ -33,6 +33,7 @@ from router.metrics import RouterMetrics
 from router.pipeline import Pipeline
 from router.servicer import SERVICE_NAME, RouterServicer
 from router.settings import RouterSettings
+from router.stages import Patience
 
 NAMESPACE = "ab" * 32
 NUM_EMBEDS = 4
@@ -67,6 +68,7 @@ class Stub:
         self.time_left_s: list[float] = []
         self.failures: list[tuple[grpc.StatusCode, str]] = []
         self.gate: asyncio.Event | None = None
+        self.answers: list = []  # given instead of sound ones, once each
         self.entered = asyncio.Queue()  # one entry for each call that began
         self.cancelled = asyncio.Event()
         self.num_running = self.max_running = 0
@@ -119,6 +121,8 @@ class StubEncoder(Stub, encoder_pb2_grpc.EncoderServicer):
 
     async def Encode(self, request, context):  # noqa: N802
         await self.begin(request, context)
+        if self.answers:
+            return self.answers.pop(0)
         key = item_key(request.content_hash, self.info.namespace_digest, request.tenant)
         source = f"call {len(self.requests)}"  # an item that is made again lies elsewhere
         feature = common_pb2.Feature(
@@ -144,6 +148,8 @@ class StubPrefill(Stub, prefill_pb2_grpc.PrefillServicer):
 
     async def Prefill(self, request, context):  # noqa: N802
         await self.begin(request, context)
+        if self.answers:
+            return self.answers.pop(0)
         if self.missing:
             keys = [request.features[i].key for i in self.missing.pop(0)]
             if keys:
@@ -198,6 +204,9 @@ class StubDecode(Stub, decode_pb2_grpc.DecodeServicer):
         super().__init__(**info)
         self.prefills = prefills
         self.lose_after: int | None = None  # tokens of the next stream, then UNAVAILABLE
+        self.always_lose_after: int | None = None  # likewise, of every stream
+        self.text_bytes = 0  # that each token's text has besides
+        self.num_streams = 0
         self.missing_after: int | None = None  # tokens of the next stream, then the first image is missing
         self.hold_after: int | None = None  # tokens, then wait to be cancelled
 
@@ -205,14 +214,25 @@ class StubDecode(Stub, decode_pb2_grpc.DecodeServicer):
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
     async def Decode(self, request, context):  # noqa: N802
+        self.num_streams += 1
+        try:
+            async for message in self._stream(request, context):
+                yield message
+        finally:
+            self.num_streams -= 1
+
+    async def _stream(self, request, context):
         await self.begin(request, context)
+        if self.answers:
+            yield self.answers.pop(0)
+            return
         if self.missing_after != 0:
             for prefill in self.prefills:
                 prefill.leases.discard(request.kv.params)
         num_output = len(request.output_token_ids)
         assert list(request.output_token_ids) == [FIRST_TOKEN + i for i in range(num_output)]
         for sent in range(request.sampling.max_tokens - num_output):
-            if sent == self.lose_after:
+            if sent in (self.lose_after, self.always_lose_after):
                 self.lose_after = None
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "decode is unavailable: told to go")
             if sent == self.missing_after:
@@ -226,7 +246,7 @@ class StubDecode(Stub, decode_pb2_grpc.DecodeServicer):
                     self.cancelled.set()
                     raise
             token = FIRST_TOKEN + num_output + sent
-            yield decode_pb2.DecodeResponse(token_ids=[token], text=text_of([token]))
+            yield decode_pb2.DecodeResponse(token_ids=[token], text=text_of([token]) + "x" * self.text_bytes)
         spans = [
             common_pb2.Span(name="kv_transfer", start_s=3.0, end_s=3.5, where="decode-0"),
             common_pb2.Span(name="decode", start_s=3.5, end_s=5.0, where="decode-0"),
@@ -253,7 +273,9 @@ class Cluster(SimpleNamespace):
 
 
 @asynccontextmanager
-async def cluster(encoders: int = 1, prefills: int = 1, decodes: int = 1, **settings) -> AsyncIterator[Cluster]:
+async def cluster(
+    encoders: int = 1, prefills: int = 1, decodes: int = 1, patience: Patience | None = None, **settings
+) -> AsyncIterator[Cluster]:
     """Start everything; stop it at the end, and see to it that nothing is left in flight."""
     prefill_stubs = [StubPrefill() for _ in range(prefills)]
     stubs = {
@@ -265,7 +287,7 @@ async def cluster(encoders: int = 1, prefills: int = 1, decodes: int = 1, **sett
     config = RouterSettings(host="127.0.0.1", port=0, **addresses, **settings)
     metrics = RouterMetrics()
     fleet = Fleet(config)
-    pipeline = Pipeline(fleet, metrics)
+    pipeline = Pipeline(fleet, metrics, patience)
     servicer = RouterServicer(config, pipeline, metrics)
     server = GrpcServer("127.0.0.1", 0)
     router_pb2_grpc.add_RouterServicer_to_server(servicer, server.server)
@@ -281,7 +303,7 @@ async def cluster(encoders: int = 1, prefills: int = 1, decodes: int = 1, **sett
                 channel=channel, stub=router_pb2_grpc.RouterStub(channel),
             )  # fmt: skip
         await server.drain(1)
-        assert len(pipeline.inflight) == 0
+        assert len(pipeline.inflight) == len(pipeline.watchdog) == 0
         assert metrics.running._value.get() == 0
     finally:
         await server.drain(0)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import random
 from collections.abc import Callable
 
 import grpc
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from protos import common_pb2, router_pb2
+from router.door import _is_quick
 from router.settings import MAX_IMAGE_BYTES
 from tests.router.stubs import bitmap, chat, cluster, collect
 
@@ -111,3 +116,20 @@ async def test_refusals_name_part_and_limit() -> None:
         assert "no message of the type" in error.value.details()
         # The same client is served the moment it asks for something that is allowed.
         await collect(c.stub.Generate(chat("hello", model="demo", request_id="x" * 128)))
+
+
+def test_only_files_whose_head_is_cheap_are_looked_at_on_the_event_loop() -> None:
+    """A few kilobytes of compressed text before the pixels take a hundred milliseconds to read."""
+    pixels = Image.frombytes("RGB", (200, 200), random.Random(0).randbytes(120000))
+    text = PngInfo()
+    text.add_text("key", "a" * 100_000, zip=True)
+    files = {}
+    for name, options in {"PNG": {}, "JPEG": {}, "WEBP": {}, "compressed": {"format": "PNG", "pnginfo": text}}.items():
+        out = io.BytesIO()
+        pixels.save(out, **{"format": name, **options})
+        assert len(out.getvalue()) > 8192
+        files[name] = out.getvalue()
+    files["large"] = files["PNG"] + bytes(1 << 20)
+    files["no pixels"] = files["PNG"][:8] + bytes(10_000)
+    quick = {name for name, data in files.items() if _is_quick(data)}
+    assert quick == {"PNG", "JPEG"}

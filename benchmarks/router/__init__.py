@@ -1,0 +1,1 @@
+"""What the router costs beside a bare pass-through. `python -m benchmarks.router --help`."""

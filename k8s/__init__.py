@@ -1,0 +1,1 @@
+"""The manifests, and programs around them. Not installed with the rest."""

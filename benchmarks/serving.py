@@ -26,9 +26,8 @@ import click
 import torch
 from PIL import Image
 
-from demo.random_checkpoint import make_checkpoint
+from benchmarks.model import ROOT, bench_model
 
-_ROOT = Path(__file__).resolve().parent.parent
 _SIDE = 448
 _TOKENS = 64
 _PROMPT = "What is in this picture?"
@@ -137,14 +136,11 @@ def main(rounds: int, concurrency: str, json_file: Path | None) -> None:
     """Triptych beside transformers.generate, same model, same run."""
     from cli.cluster import LocalCluster
 
-    model = _ROOT / ".cache" / "bench-model"
-    if not (model / "config.json").is_file():
-        model.parent.mkdir(exist_ok=True)
-        make_checkpoint(model, preset="bench", dtype="bfloat16")
+    model = bench_model()
     sizes = [int(size) for size in concurrency.split(",")]
     source = pictures()
     results: dict[str, dict[int, list[Measured]]] = {"triptych": {}, "transformers": {}}
-    with LocalCluster(model, service_args=["--max-model-len=4096"], log_dir=_ROOT / ".cache" / "bench-logs") as cluster:
+    with LocalCluster(model, service_args=["--max-model-len=4096"], log_dir=ROOT / ".cache" / "bench-logs") as cluster:
         triptych = Triptych(cluster.router)
         reference = Transformers(model)
         for size in sizes:

@@ -30,7 +30,7 @@ class Child:
         self.argv = list(argv)
         self.log_path = log_path
         self.addresses: dict[str, str] = {}  # what the ready line said
-        self._env = env
+        self.env = env
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._ready = threading.Event()
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ class Child:
         self._ready.clear()
         self._process = subprocess.Popen(  # noqa: S603 - a list of our own making, no shell
             self.argv,
-            env=self._env,
+            env=self.env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

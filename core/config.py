@@ -46,3 +46,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     distributed_executor_backend: str = "uni"  # or "mp": weights, caches and runner in a process of their own
     async_scheduling: bool = False  # schedule a step while the one before it runs
     log_level: str = "INFO"
+    log_format: str = "text"  # or "json"

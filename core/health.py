@@ -18,8 +18,14 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
+#: Always SERVING while the event loop answers: what a liveness probe asks, which must not end a process that only
+#: loads its model or drains.
+LIVENESS = "liveness"
+
+
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package ships no types
-    """One status for the whole server (service name "") and for each of its services. Starts as NOT_SERVING."""
+    """One status for the whole server (service name "") and for each of its services; starts as NOT_SERVING. And
+    LIVENESS, which has no other than SERVING."""
 
     def __init__(self, service_names: Iterable[str]) -> None:
         self._names = frozenset({"", *service_names})
@@ -42,6 +48,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         self._changed = asyncio.Event()
 
     def _status(self, service: str) -> int:
+        if service == LIVENESS:
+            return int(_SERVING)
         if service not in self._names:
             return int(_UNKNOWN)
         return int(_SERVING if self._serving else _NOT_SERVING)

@@ -51,7 +51,7 @@ COUNTERS = {
     "kv_transfer_retries_total": "Messages and connections lost or damaged in pulls of KV blocks, and made good.",
     "kv_transfers_same_host_total": "Pulls of KV blocks that went through memory shared by both engines.",
     "kv_leases_expired_total": "Leases that ended because nobody pulled or released in time.",
-    "kv_recomputations_total": "Prompts computed again because their KV blocks could not be pulled.",
+    "kv_recomputations_total": "Prompts computed again: their KV blocks could not be pulled, or were taken from them.",
 }
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

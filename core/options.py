@@ -19,7 +19,7 @@ import msgspec
 
 from core.config import ConnectorConfig, EngineConfig
 from core.errors import ConfigError
-from core.logs import LEVELS
+from core.logs import FORMATS, LEVELS
 from core.option_types import Parsed, choice, env_var, integer, json_object, number, text
 from core.transfer_config import merge_transfer_configs
 from core.types import ECRole, KVRole, Stage
@@ -50,6 +50,7 @@ class ServeSettings(msgspec.Struct, frozen=True):
     log_level: str
     where: str  # the name that logs and timelines show
     model: str  # the served model's name
+    log_format: str = "text"
 
 
 def _option(name: str, kind: Parsed, help_text: str, default: Any = None) -> Callable[[_F], _F]:
@@ -148,6 +149,7 @@ def serve_options(stage: Stage) -> Callable[[_F], _F]:
         _option("--where", text(64), f"This worker's name in logs and timelines. [default: {stage.value}-0]"),
         _option("--drain-timeout", number(0, 86400), "Seconds that requests in flight have after SIGTERM.", 60.0),
         _option("--log-level", choice(*LEVELS), "Lowest level that is logged.", "INFO"),
+        _option("--log-format", choice(*FORMATS), "Log lines for people, or one JSON object each.", "text"),
     ]
 
     def decorate(command: _F) -> _F:
@@ -175,6 +177,7 @@ def settings_from_options(stage: Stage, options: dict[str, Any]) -> tuple[Engine
         metrics_port=merged["metrics_port"],
         drain_timeout_s=merged["drain_timeout"],
         log_level=merged["log_level"],
+        log_format=merged["log_format"],
         where=where,
         model=model.name,
     )
@@ -217,6 +220,7 @@ def _engine_config(stage: Stage, options: dict[str, Any], model: Path, where: st
         async_scheduling=options["async_scheduling"],
         kv_load_failure_policy=options["kv_load_failure_policy"] or "recompute",
         log_level=options["log_level"],
+        log_format=options["log_format"],
         **({} if images is None else {"max_images_per_prompt": images}),
     )
 

@@ -28,6 +28,7 @@ from grpc_reflection.v1alpha import reflection
 from core.errors import ConfigError, EngineError, TriptychError, to_status
 from core.health import Health
 from core.malformed import RefuseMalformed
+from core.retry_after import retry_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class GrpcServer:
         port: int,
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        reuse_port: bool = False,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self.host = host
@@ -107,11 +109,13 @@ class GrpcServer:
         options = (
             *channel_options(max_message_bytes),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-            # Two servers on one port would share the calls between them; the second one is to fail instead.
-            ("grpc.so_reuseport", 0),
+            # Two servers on one port share the connections between them; where nobody wants that, the second one is
+            # to fail instead.
+            ("grpc.so_reuseport", int(reuse_port)),
         )
         #: Add servicers to this before `start`.
         self.server: grpc.aio.Server = grpc.aio.server(options=options, interceptors=(RefuseMalformed(), *interceptors))
+        self._reuse_port = reuse_port
         self._health: Health | None = None
 
     async def start(self, service_names: Sequence[str]) -> int:
@@ -119,7 +123,8 @@ class GrpcServer:
 
         `service_names` are full names such as "triptych.v1.Encoder".
         """
-        check_bindable(self.host, self.port)
+        if not self._reuse_port:
+            check_bindable(self.host, self.port)
         try:
             self.port = self.server.add_insecure_port(address(self.host, self.port))
         except RuntimeError as error:
@@ -154,18 +159,23 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
     async def wait_for_signal(self) -> signal.Signals:
-        """Return at the first SIGTERM or SIGINT. Later ones are ignored: a drain that has begun is not to be cut short
-        by a supervisor that signals both the process and its group."""
-        loop = asyncio.get_running_loop()
-        received: asyncio.Future[signal.Signals] = loop.create_future()
+        """See the function of that name."""
+        return await wait_for_signal()
 
-        def on_signal(which: signal.Signals) -> None:
-            if not received.done():
-                received.set_result(which)
 
-        for which in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(which, on_signal, which)
-        return await received
+async def wait_for_signal() -> signal.Signals:
+    """Return at the first SIGTERM or SIGINT. Later ones are ignored: a drain that has begun is not to be cut short by a
+    supervisor that signals both the process and its group."""
+    loop = asyncio.get_running_loop()
+    received: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def on_signal(which: signal.Signals) -> None:
+        if not received.done():
+            received.set_result(which)
+
+    for which in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(which, on_signal, which)
+    return await received
 
 
 class _Guard:
@@ -195,7 +205,8 @@ class _Guard:
         if isinstance(error, EngineError) or not isinstance(error, TriptychError):
             logger.error("%s failed", self._what, exc_info=error)
         code, details = to_status(error)
-        await self._context.abort(code, details[:_MAX_DETAILS])
+        details = details[:_MAX_DETAILS]
+        await self._context.abort(code, details, retry_metadata(error, code, details))
 
 
 def guarded(

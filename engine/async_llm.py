@@ -81,7 +81,7 @@ class AsyncLLM:
             self.prompts = PromptProcessor(
                 config.model, max_model_len=info.max_model_len, max_images=config.max_images_per_prompt
             )
-        self._grid = VisionGrid.from_model(Path(config.model)) if config.ec_role.produces else None
+        self.vision_grid = VisionGrid.from_model(Path(config.model)) if config.ec_role.produces else None
         self._client = client
         self._streams: dict[str, _Stream] = {}
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -118,11 +118,11 @@ class AsyncLLM:
         self, request_id: str, image: bytes, *, tenant: str = "", reported_missing: bool = False
     ) -> EncodeOutput:
         """Have an image's embeddings in the store. Raises TriptychError; cancelling it drops the request."""
-        if self._grid is None:
+        if self.vision_grid is None:
             raise IncompatibleError("the role", self.config.ec_role, "a request to encode")
         # In a thread: a large file takes long to hash, and a header may be made to take long.
         header, digest = await asyncio.to_thread(_look_at, image)
-        grid, num_embeds = self._grid.predict(header.width, header.height)
+        grid, num_embeds = self.vision_grid.predict(header.width, header.height)
         key = item_key(digest, self.info.namespace_digest, tenant)
         feature = Feature(key, num_embeds, grid, self.info.embed_width)
         request = EngineCoreRequest(

@@ -11,16 +11,19 @@ import contextlib
 import logging
 import math
 import os
+import shutil
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from core import logs
 from core.errors import ConfigError, EngineError
+from core.interpreter import share_lock_often
 from engine.core import EngineCore
 from engine.protocol import EngineCoreOutputs
 from engine.wire import ENGINE_IDENTITY, EngineStart, Fatal, InMessage, OutMessage, Ready
@@ -123,11 +126,13 @@ class CoreProcess:
                 return True
 
 
-def _die_with_parent() -> None:
-    """The parent holds the other end of standard input for as long as it lives."""
+def _die_with_parent(address: str) -> None:
+    """The parent holds the other end of standard input for as long as it lives. Where it was killed, nobody else
+    removes the folder that the sockets are in."""
 
     def watch() -> None:
         sys.stdin.buffer.read()
+        shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
@@ -136,8 +141,9 @@ def _die_with_parent() -> None:
 def main() -> int:
     """Exit code 0 after a shutdown, 2 for a wrong option or file, 1 for everything else."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
-    _die_with_parent()
-    logs.setup(start.config.log_level, start.config.where)
+    _die_with_parent(start.input_address)
+    share_lock_often()
+    logs.setup(start.config.log_level, start.config.where, start.config.log_format)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         process = CoreProcess(start, context)

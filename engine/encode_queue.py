@@ -158,6 +158,7 @@ class EncodeQueue:
                     continue
                 budget -= rows
                 job.spans.append(self._span("queue", job.arrival_s, ""))
+                self._observe("stage_queue_seconds", job)
                 out.encode.append(ImageToEncode(job.feature, where))
                 self._enter(job, _State.ENCODING)
         return done
@@ -204,7 +205,12 @@ class EncodeQueue:
     def _span(self, name: str, start_s: float, note: str) -> Span:
         return Span(name, start_s, time.time(), self._where, note)
 
+    def _observe(self, name: str, job: _Job) -> None:
+        # Wall-clock times: they may be set back in between.
+        self._stats.observe(name, max(0.0, time.time() - job.arrival_s))
+
     def _finish(self, key: str) -> list[EngineCoreOutput]:
+        self._observe("e2e_request_latency_seconds", self._jobs[key])
         source = self._connector.item_source(key)
         return self._end(
             key,

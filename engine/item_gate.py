@@ -45,12 +45,16 @@ class ItemGate:
     def is_loading(self) -> bool:
         return bool(self._load_started)
 
-    def look_ahead(self, request: Request, num_computed: int) -> None:
-        """Begin the look-ups of a new request, so that their answers are there when its turn comes. The first
-        `num_computed` tokens have their KV already."""
+    def add_sources(self, request: Request) -> None:
+        """Tell the connector where a new request's items can be had. Also where their keys and values come from another
+        engine: once they are lost here, the items are looked up."""
         for placed in request.features:
             if placed.feature.source:
                 self._connector.add_item_source(placed.feature.key, placed.feature.source)
+
+    def look_ahead(self, request: Request, num_computed: int) -> None:
+        """Begin the look-ups of a new request, so that their answers are there when its turn comes. The first
+        `num_computed` tokens have their KV already."""
         wanted = [
             placed.feature
             for placed in request.features

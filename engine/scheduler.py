@@ -156,6 +156,7 @@ class Scheduler:
             if placed.feature.num_embeds > self.cache.num_rows:
                 self.refuse(made.request_id, ErrorKind.INVALID_REQUEST, self._too_large(placed.feature.num_embeds))
                 return
+        self._items.add_sources(request)
         if request.kv is None and request.features:
             # What is found here may be gone by the time of its turn, and then the items are looked up after all.
             num_computed = len(self.kv.get_computed_blocks(request)) * self.kv.block_size

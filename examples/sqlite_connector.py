@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
-from connectors.ec.store import ECStore, ItemError, LoadTarget, SaveSource, StoreError
+from connectors.ec.store import CHUNK_BYTES, ECStore, ItemError, LoadTarget, SaveSource, StoreError
 from connectors.ec.store_connector import ECStoreConnector, StoreOptions
 
 _SCHEMA = """CREATE TABLE IF NOT EXISTS items (namespace TEXT, key TEXT, version INT, shape TEXT, checksum TEXT,
@@ -49,25 +49,35 @@ class SqliteStore(ECStore):
             return [db.execute(sql, (self._namespace, key, self._oldest_s())).fetchone() is not None for key in keys]
 
     def read(self, key: str, target: LoadTarget) -> None:
-        sql = "SELECT version, shape, checksum, payload FROM items WHERE namespace = ? AND key = ? AND used_s > ?"
+        sql = """SELECT rowid, version, shape, checksum, length(payload) FROM items
+                 WHERE namespace = ? AND key = ? AND used_s > ?"""
+        shape = _shape(target)
+        computed = _hasher(self._namespace, key, shape)
         with self._database() as db:
+            db.execute("BEGIN")  # row and payload of one moment
             row = db.execute(sql, (self._namespace, key, self._oldest_s())).fetchone()
-        if row is None:
-            raise ItemError("item is not in the store")
-        version, shape, checksum, payload = row
-        if version != _VERSION or shape != _shape(target):
-            raise ItemError(f"the item is version {version} of shape {shape}, not {_VERSION} of {_shape(target)}")
-        if not isinstance(payload, bytes) or checksum != checksum_of(self._namespace, key, shape, payload):
+            if row is None:
+                raise ItemError("item is not in the store")
+            rowid, *actual, checksum, num_bytes = row
+            if actual != [_VERSION, shape]:
+                raise ItemError(f"the item is version {actual[0]} of shape {actual[1]}, not {_VERSION} of {shape}")
+            if num_bytes != target.num_bytes:
+                raise ItemError("item is cut short", damaged=True)
+            with db.blobopen("items", "payload", rowid, readonly=True) as blob:
+                for offset in range(0, num_bytes, CHUNK_BYTES):
+                    piece = blob.read(CHUNK_BYTES)
+                    computed.update(piece)
+                    target.write(piece, offset)
+        if checksum != computed.hexdigest():
             raise ItemError("checksum of the item does not match", damaged=True)
-        target.write(payload)
         with self._database() as db:
             db.execute("UPDATE items SET used_s = ? WHERE namespace = ? AND key = ?",
                        (time.time(), self._namespace, key))  # fmt: skip
 
     def write(self, key: str, source: SaveSource) -> None:
-        payload = bytes(source.data)
-        if len(payload) > self._options.capacity_bytes:
-            raise ItemError(f"an item of {len(payload)} bytes is larger than capacity_bytes")
+        payload = source.data
+        if payload.nbytes > self._options.capacity_bytes:
+            raise ItemError(f"an item of {payload.nbytes} bytes is larger than capacity_bytes")
         shape = _shape(source.embeds)
         row = (
             self._namespace,
@@ -76,10 +86,14 @@ class SqliteStore(ECStore):
             shape,
             checksum_of(self._namespace, key, shape, payload),
             time.time(),
-            len(payload),
+            payload.nbytes,
         )
         with self._database() as db:  # one transaction: readers see all of it or nothing
-            db.execute("REPLACE INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*row, payload))
+            db.execute("REPLACE INTO items VALUES (?, ?, ?, ?, ?, ?, ?, zeroblob(?))", (*row, payload.nbytes))
+            (rowid,) = db.execute("SELECT last_insert_rowid()").fetchone()
+            with db.blobopen("items", "payload", rowid) as blob:
+                for offset in range(0, payload.nbytes, CHUNK_BYTES):
+                    blob.write(payload[offset : offset + CHUNK_BYTES])
             db.execute("DELETE FROM items WHERE used_s <= ?", (self._oldest_s(),))
             while db.execute("SELECT total(num_bytes) FROM items").fetchone()[0] > self._options.capacity_bytes:
                 db.execute("DELETE FROM items WHERE used_s = (SELECT min(used_s) FROM items)")
@@ -105,8 +119,12 @@ def _shape(item: Any) -> str:
     return f"{item.shape[0]}x{item.shape[1]} {item.dtype}"
 
 
-def checksum_of(namespace: str, key: str, shape: str, payload: bytes) -> str:
+def _hasher(namespace: str, key: str, shape: str) -> Any:
     """Covers whose payload it is, too: a row in another one's place does not pass."""
-    checksum = xxhash.xxh3_128(f"{namespace} {key} {shape}".encode())
-    checksum.update(payload)
-    return str(checksum.hexdigest())
+    return xxhash.xxh3_128(f"{namespace} {key} {shape}".encode())
+
+
+def checksum_of(namespace: str, key: str, shape: str, payload: bytes | memoryview) -> str:
+    hasher = _hasher(namespace, key, shape)
+    hasher.update(payload)
+    return str(hasher.hexdigest())

@@ -74,7 +74,7 @@ def program(stage: Stage, start_engine: StartEngine | None = None) -> click.Grou
     @serve_options(stage)
     def serve(**options: Any) -> int:
         config, settings = settings_from_options(stage, options)
-        logs.setup(settings.log_level, settings.where)
+        logs.setup(settings.log_level, settings.where, settings.log_format)
         return asyncio.run(run(stage, config, settings, start_engine or _start_engine()))
 
     return group

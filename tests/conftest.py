@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.failure_watch import FailureWatch
+
 # Small models, many processes, two cores: one thread each is fastest. The services inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "faults(what): failures that the test's own faults cause may be counted")
+    config.pluginmanager.register(FailureWatch(), "failure-watch")
 
 
 @pytest.fixture(scope="session")

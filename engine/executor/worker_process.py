@@ -20,6 +20,7 @@ import msgspec
 
 from core import logs
 from core.errors import ConfigError, EngineError
+from core.interpreter import share_lock_often
 from engine.executor.channel import Channel
 from engine.executor.metadata import find_class
 from engine.executor.wire import FromWorker, Problem, ToWorker, WorkerStart, check_made, unpack_step
@@ -90,12 +91,14 @@ def main() -> int:
     """Exit code 0 after a shutdown, 1 when the engine is gone."""
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
+    share_lock_often()
     channel = Channel(socket.socket(fileno=fd))
     orders: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()  # bounded by the engine's steps in flight
     threading.Thread(target=_receive, args=(channel, orders), name="orders", daemon=True).start()
     start = orders.get().start
     assert start is not None
-    logs.setup(start.spec.config.log_level, f"{start.spec.config.where}/worker-0")
+    config = start.spec.config
+    logs.setup(config.log_level, f"{config.where}/worker-0", config.log_format)
     WorkerProcess(start, channel).run(orders)
     return 0
 

@@ -151,6 +151,7 @@ def test_the_private_store_is_the_default_only(args: list[str], expected: bool, 
     assert _names_a_store([]) is True
 
 
+@pytest.mark.faults("a decode worker is killed")
 async def test_a_cluster_serves_restarts_and_stops() -> None:
     cluster = StubCluster(encoders=2)
     store = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -42,3 +44,33 @@ def test_a_second_setup_replaces_the_first(capsys: pytest.CaptureFixture[str]) -
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="LOUD"):
         logs.setup("LOUD", "a")
+
+
+async def test_json_lines_are_one_object_each_and_name_the_request(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("INFO", "decode-0", "json")
+
+    async def handle(request_id: str) -> None:
+        logs.request_id.set(request_id)
+        await asyncio.sleep(0)  # the other one runs meanwhile
+        logging.getLogger("m").warning("two\nlines of %s", request_id)
+
+    await asyncio.gather(handle("a"), handle("b"))
+    logging.getLogger("m").info("of nobody: \udce4")
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError:
+        logging.getLogger("m").exception("failed")
+    first, second, third, last = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
+    assert first == {
+        "level": "WARNING", "where": "decode-0", "logger": "m", "message": "two\nlines of a", "request_id": "a"
+    }  # fmt: skip
+    assert second["request_id"] == "b"
+    assert third["message"] == "of nobody: ?"
+    assert "request_id" not in third
+    assert "RuntimeError: broken" in last["traceback"]
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(ValueError, match="xml"):
+        logs.setup("INFO", "a", "xml")

@@ -23,6 +23,7 @@ from core.errors import (
     OverloadedError,
     StageUnavailableError,
 )
+from core.health import LIVENESS
 from core.server import CHANNEL_OPTIONS, GrpcServer, address, guarded
 from protos import decode_pb2, decode_pb2_grpc, encoder_pb2, encoder_pb2_grpc
 
@@ -99,6 +100,14 @@ async def test_health_follows_set_serving_overall_and_by_name() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await health_of(channel, "triptych.v1.Nothing")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_liveness_is_no_readiness() -> None:
+    """A process that loads its model, or drains, is alive: a probe that ends it then would end every large model."""
+    async with serving(Servicer()) as (server, channel):
+        for serves in (False, True, False):
+            server.set_serving(serves)
+            assert await health_of(channel, LIVENESS) == SERVING
 
 
 async def test_watch_sees_each_change_and_does_not_hold_a_drain() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from cli.cluster import LocalCluster
 from protos import common_pb2, decode_pb2_grpc, encoder_pb2_grpc, prefill_pb2_grpc, router_pb2, router_pb2_grpc
+from tests.failure_watch import failures
 from tests.reference import Conversation
 
 TIMEOUT_S = 60.0
@@ -23,17 +24,6 @@ _STUBS = {
     "decode": decode_pb2_grpc.DecodeStub,
     "router": router_pb2_grpc.RouterStub,
 }
-
-#: What must be zero where no fault was injected, on every worker.
-FAILURES = (
-    "ec_load_failures_total",
-    "ec_save_failures_total",
-    "kv_transfer_failures_total",
-    "kv_transfer_retries_total",
-    "kv_leases_expired_total",
-    "kv_recomputations_total",
-    "num_preemptions_total",
-)
 
 
 def chat_request(conversation: Conversation, **sampling: object) -> router_pb2.GenerateRequest:
@@ -106,11 +96,8 @@ class Cluster:
         wait_until(lambda: not any(any(values) for values in held().values()), timeout_s, held)
 
     def assert_no_failures(self) -> None:
-        for stage in ("encoder", "prefill", "decode"):
-            counters = self.load(stage).counters
-            assert {name: counters[name] for name in FAILURES} == dict.fromkeys(FAILURES, 0), stage
-        retries = {name: n for name, n in self.load("router").counters.items() if "retries" in name}
-        assert not any(retries.values()), retries
+        counted = {stage: failures(self.load(stage).counters) for stage in ("encoder", "prefill", "decode", "router")}
+        assert not any(counted.values()), counted
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, describe: Callable[[], object]) -> None:

@@ -124,7 +124,9 @@ def options(model: Path) -> dict[str, Start]:
         "router's integer": router("--max-inflight=0", expected=["--max-inflight='0'", "at least 1"]),
         "router's number": router("--request-timeout=inf", expected=["--request-timeout='inf'"]),
         "router's choice": router("--log-level=LOUD", expected=["--log-level='LOUD'", "DEBUG, INFO, WARNING, ERROR"]),
-        "router's address": router("--decode=localhost", expected=["--decode='localhost'", "is not HOST:PORT"]),
+        "router's address": router(
+            "--decode=localhost", expected=["--decode='localhost'", "is neither HOST:PORT nor dns:NAME:PORT"]
+        ),
         "router's address twice": router("--decode=a:1,a:1", expected=["--decode='a:1,a:1'", "twice"]),
         "no address": router(workers=WORKERS[:2], expected=["--decode"]),
         "unknown option": encoder("--colour=red", expected=["--colour"]),

@@ -16,6 +16,7 @@ from tests.pictures import picture
 from tests.reference import Conversation
 
 
+@pytest.mark.faults("a store that is full, read-only, gone")
 @pytest.mark.skipif(not can_mount(), reason="this user may not mount a file system, and root is stopped by no mode")
 def test_a_store_that_is_full_or_read_only_or_gone_is_named_and_comes_back(tiny_model: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"

@@ -72,6 +72,20 @@ def test_text_alone_never_meets_an_encoder(cluster: Cluster) -> None:
     assert "encode" not in {span.name for span in responses[-1].finished.timeline}
 
 
+def test_the_usage_says_what_of_a_prompt_was_cached(cluster: Cluster) -> None:
+    """All full blocks but the one that the last token is in, the picture's among them; another picture's are not."""
+    words = "All of this prompt lies in the cache the second time it is asked."
+    usages, answers = [], []
+    for seed in (103, 103, 104):
+        responses = cluster.generate(chat_request([("user", [picture(seed, 96, 96), words])], max_tokens=6))
+        usages.append(responses[-1].finished.usage)
+        answers.append([token for response in responses for token in response.token_ids])
+    first, again, other = usages
+    assert again.cached_tokens == (first.prompt_tokens - 1) // 16 * 16 > first.image_tokens
+    assert first.cached_tokens == other.cached_tokens < again.cached_tokens
+    assert answers[0] == answers[1] != answers[2]
+
+
 def test_the_timeline_names_every_stage(cluster: Cluster) -> None:
     responses = cluster.generate(chat_request([("user", [picture(102, 96, 96), "Now?"])], max_tokens=4))
     spans = {span.name: span for span in responses[-1].finished.timeline}

@@ -26,6 +26,8 @@ from tests.e2e.conftest import Cluster, chat_request
 from tests.pictures import picture
 from tests.reference import Reference
 
+pytestmark = pytest.mark.faults("stores that fail")
+
 DEADLINE_S = 20.0
 NUM_TOKENS = 3
 PICTURES = [picture(500 + i, 64, 64) for i in range(8)]

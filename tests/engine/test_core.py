@@ -13,6 +13,7 @@ from core.errors import ConfigError
 from core.types import ECRole, Feature, FinishReason, KVRole, PlacedFeature, SamplingParams
 from engine.protocol import EngineCoreRequest, ErrorKind
 from tests.engine.engines import Engine, engine_config, peer
+from tests.failure_watch import injected_faults
 from tests.pictures import picture
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -115,7 +116,8 @@ def test_the_answer_ends_where_the_model_does(engine: Engine) -> None:
 
 
 def test_preempted_requests_give_the_tokens_of_an_engine_with_room(make_engine: MakeEngine, engine: Engine) -> None:
-    pressed = make_engine(max_model_len=64, block_size=8, num_gpu_blocks=9)
+    with injected_faults():
+        pressed = make_engine(max_model_len=64, block_size=8, num_gpu_blocks=9)
     prompts: dict[str, list[int | bytes]] = {f"p{i}": [10 + i, PICTURE, 2] for i in range(4)}
     prompts |= {f"t{i}": [20 + i] for i in range(3)}
     for each in (engine, pressed):
@@ -130,7 +132,8 @@ def test_preempted_requests_give_the_tokens_of_an_engine_with_room(make_engine: 
 
 def test_a_prompt_computed_by_one_engine_goes_on_in_another(make_engine: MakeEngine, engine: Engine) -> None:
     prefill = make_engine(ECRole.CONSUMER, kv_role=KVRole.PRODUCER, kv_connector=peer())
-    decode = make_engine(ECRole.CONSUMER, kv_role=KVRole.CONSUMER, kv_connector=peer())
+    with injected_faults():  # at the end
+        decode = make_engine(ECRole.CONSUMER, kv_role=KVRole.CONSUMER, kv_connector=peer())
     parts: list[int | bytes] = [20, PICTURE, 60, OTHER, 5]
     engine.add("h@one", parts, GREEDY)
     engine.run("h@one")

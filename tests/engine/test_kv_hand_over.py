@@ -64,3 +64,20 @@ def test_roads_and_retries_are_counted_and_shown() -> None:
     assert (counters["kv_transfers_same_host_total"], counters["kv_transfer_retries_total"]) == (1, 3)
     notes = {name: bench.scheduler._requests[name].spans[-1].note for name in "ab"}
     assert notes == {"a": SAME_HOST, "b": "network"}
+
+
+def test_where_items_lie_is_known_before_a_pull_fails() -> None:
+    """Else a store of peers says that the items of whatever is computed again are not there, and they are encoded
+    again for nothing."""
+    key = "a" * 64
+    bench = Bench(with_kv=True)
+    bench.store.stored = {key}
+    bench.add("r", 10, [(key, 2, 4)], kv=HANDLE, given=1, source="there")
+    bench.step()
+    assert bench.store.sources == {key: "there"}
+    assert bench.store.lookups == [], "the pull brings what they are for"
+    bench.step(pull_failed={"r": "lost"})
+    bench.settle()
+    assert not bench.last("r").missing
+    assert bench.ordered == [key]
+    bench.assert_empty()

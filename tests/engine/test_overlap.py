@@ -15,6 +15,7 @@ from core.config import ConnectorConfig
 from core.types import ECRole, FinishReason, KVRole, SamplingParams
 from tests.engine import gated_connector
 from tests.engine.engines import Engine, engine_config, peer
+from tests.failure_watch import injected_faults
 from tests.pictures import picture
 
 IMAGES = [picture(1, 96, 64), picture(2, 64, 96), picture(3, 64, 64)]
@@ -119,7 +120,8 @@ def test_the_same_tokens_with_steps_in_flight(
 ) -> None:
     pressed: dict[str, Any] = {"max_model_len": 160, "block_size": 8, "num_gpu_blocks": 21}
     ahead = {"async_scheduling": True, "distributed_executor_backend": backend}
-    engines = [Engine(engine_config(tiny_model, store, **ahead, **pressed))]
+    with injected_faults():
+        engines = [Engine(engine_config(tiny_model, store, **ahead, **pressed))]
     request.addfinalizer(lambda: [engine.client.close() for engine in engines])
     if backend == "uni":
         engines.append(Engine(engine_config(tiny_model, store, **ahead)))

@@ -38,16 +38,6 @@ def test_a_conversation_goes_on_from_its_own_answer() -> None:
     assert run(bench, "r2", [*PROMPT, *bench.answer("r1"), 7, 7, 7]) == 28
 
 
-def test_the_same_text_over_another_image_is_not_a_hit() -> None:
-    bench = Bench()
-    bench.store.stored = {A, B}
-    prompt = [1, 2, 3, 4, *[5] * 8, 6, 7, 8, 9, 10]
-    assert run(bench, "r1", prompt, [(A, 4, 8)]) == 0
-    assert run(bench, "r2", prompt, [(B, 4, 8)]) == 4, "the text before the image, and no more"
-    assert run(bench, "r3", prompt, [(A, 4, 8)]) == 16
-    assert bench.answer("r1") == bench.answer("r3") != bench.answer("r2")
-
-
 def test_the_same_image_at_another_place_is_not_a_hit() -> None:
     bench = Bench()
     bench.store.stored = {A}
@@ -55,18 +45,6 @@ def test_the_same_image_at_another_place_is_not_a_hit() -> None:
     assert run(bench, "r1", tokens, [(A, 4, 8)]) == 0
     assert run(bench, "r2", tokens, [(A, 5, 8)]) == 4
     assert run(bench, "r3", tokens, [(A, 4, 8)]) == 16
-
-
-def test_a_hit_that_ends_inside_an_image_takes_the_rest_of_it_from_the_buffer() -> None:
-    bench = Bench(buffer_rows=12)
-    bench.store.stored = {A, B}
-    prompt = [1, 2, *[5] * 12, 6, 7]
-    run(bench, "r1", prompt[:14], [(A, 2, 12)], max_tokens=1)
-    run(bench, "other", [9] * 14, [(B, 2, 12)], max_tokens=1)  # takes the buffer
-    bench.store.lookups.clear()
-    bench.ordered.clear()
-    assert run(bench, "r2", prompt, [(A, 2, 12)]) == 12
-    assert bench.ordered == [A], "rows 10 and 11 are still needed"
 
 
 def test_no_look_up_is_made_for_an_image_whose_keys_and_values_are_there() -> None:

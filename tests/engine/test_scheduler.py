@@ -43,25 +43,6 @@ def test_a_long_prompt_is_chunked_beside_decodes() -> None:
     assert chunks == [7, 7, 7, 7, 2]
 
 
-def test_a_request_is_computed_up_to_its_first_absent_item_and_parked() -> None:
-    bench = Bench()
-    bench.store.stored = {A}
-    bench.add("r", 20, [(A, 6, 8)])
-    bench.add("text", 4)
-    bench.step()
-    assert bench.out.num_scheduled_tokens == {"r": 6, "text": 4}
-    bench.step()
-    assert bench.out.num_scheduled_tokens == {"text": 1}, "the parked request holds nobody up"
-    assert bench.loading == [A]
-    bench.step(loaded=[A])
-    bench.step()
-    assert bench.out.num_scheduled_tokens["r"] == 14
-    assert [(use.first_token, use.num_tokens) for use in bench.out.item_uses] == [(6, 8)]
-    bench.settle()
-    bench.assert_empty()
-    assert bench.scheduler.stats.counters["ec_hits_total"] == 1
-
-
 def test_a_new_request_waits_a_moment_for_its_items_rather_than_take_a_step_for_a_few_tokens() -> None:
     bench = Bench(patience_s=60)
     bench.store.stored = {A, B}
@@ -72,22 +53,6 @@ def test_a_new_request_waits_a_moment_for_its_items_rather_than_take_a_step_for_
     bench.step(loaded=[A, B])
     bench.step()
     assert bench.out.num_scheduled_tokens == {"r": 30}
-    bench.settle()
-    bench.assert_empty()
-
-
-def test_an_image_across_two_chunks_is_loaded_once_and_sliced() -> None:
-    bench = Bench(budget=10)
-    bench.store.stored = {A}
-    bench.add("r", 20, [(A, 4, 12)])
-    bench.step()
-    bench.step(loaded=[A])
-    bench.step()
-    start = bench.cache.where(A).start
-    assert [(u.first_token, u.num_tokens, u.first_row - start) for u in bench.out.item_uses] == [(4, 10, 0)]
-    bench.step()
-    assert [(u.first_token, u.num_tokens, u.first_row - start) for u in bench.out.item_uses] == [(14, 2, 10)]
-    assert bench.ordered == [A]
     bench.settle()
     bench.assert_empty()
 
@@ -103,19 +68,6 @@ def test_absent_items_are_all_named_once_every_lookup_has_answered() -> None:
     bench.step()
     assert bench.last("r").missing == [A, B, C]
     assert bench.last("r").finished
-    bench.settle()
-    bench.assert_empty()
-
-
-def test_an_item_that_vanishes_between_lookup_and_load_is_named() -> None:
-    bench = Bench()
-    bench.store.stored = {A}
-    bench.add("r", 10, [(A, 0, 4)])
-    bench.step()
-    bench.step(load_failed=[A])
-    bench.step()
-    assert bench.last("r").missing == [A]
-    assert bench.scheduler.stats.counters["ec_load_failures_total"] == 1
     bench.settle()
     bench.assert_empty()
 

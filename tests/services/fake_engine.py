@@ -14,6 +14,7 @@ import msgspec
 from core.errors import EngineError, InvalidRequestError
 from core.keys import content_hash, item_key
 from core.types import Feature, FinishReason, KVHandle, PlacedFeature, Span, Usage
+from core.vision_grid import VisionGrid
 from engine.protocol import EncodeOutput, EngineCoreRequest, EngineInfo, EngineStats, RequestOutput
 from services.worker import Turn
 
@@ -63,6 +64,7 @@ class FakeEngine:
             weights_skipped_bytes=22,
         )
         self.stats = EngineStats()
+        self.vision_grid: VisionGrid | None = None
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.prompts: FakePrompts | None = FakePrompts()
         self.on_entered: Callable[[], None] = lambda: None

@@ -246,6 +246,14 @@ async def test_prefill_refuses_before_the_engine_sees_it(request_: prefill_pb2.P
         assert not stubs.engine.requests
 
 
+async def test_a_handle_serves_the_tenant_that_it_was_made_for() -> None:
+    async with serving() as stubs:
+        response = await stubs.prefill.Prefill(chat_request(tenant="a"), timeout=WAIT_S)
+        assert response.prefilled.kv.tenant == "a"
+        mine = decode_request(tenant="a", kv=response.prefilled.kv)
+        assert await stubs.decode.Decode(mine, timeout=WAIT_S).read() is not grpc.aio.EOF
+
+
 async def test_a_handle_given_back_releases_its_request_once() -> None:
     async with serving() as stubs:
         responses = [await stubs.prefill.Prefill(chat_request(), timeout=WAIT_S) for _ in range(2)]
@@ -338,6 +346,7 @@ async def test_decode_names_missing_items_last() -> None:
         ({"output_token_ids": []}, "output_token_ids is empty"),
         ({"kv": None}, "kv is absent"),
         ({"kv": common_pb2.KvHandle()}, "kv.connector"),
+        ({"tenant": "another"}, "kv was computed for another tenant's request"),
         ({"sampling": common_pb2.SamplingParams(n=3)}, "sampling.n=3"),
     ],
 )
@@ -432,6 +441,7 @@ async def test_server_info_says_what_the_worker_is() -> None:
                 "weights_skipped_bytes": 22,
                 "max_images_per_prompt": 2,
                 "engine_pid": 4242,
+                "kv_block_size": 16,
             }
 
 

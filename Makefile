@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/*.proto)
+PODMAN_PACKAGES := podman buildah runc netavark aardvark-dns catatonit iptables
 OLDEST := .cache/transformers-5.17/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test kit lint bench bench-gpu train protos clean
+.PHONY: help install demo up test kit lint image cluster-check bench bench-gpu train protos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +49,14 @@ lint: $(STAMP) ## format, style, types, import floors
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+image: ## build both container images with podman or docker (BASE=debian: without an image registry; VARIANT=cuda)
+	command -v podman >/dev/null || command -v docker >/dev/null || sh .ci/system-packages $(PODMAN_PACKAGES)
+	sh k8s/tools/image.sh
+
+cluster-check: $(STAMP) ## run the rendered manifests with podman: roll, scale, kill (as root, after make image)
+	command -v podman >/dev/null || sh .ci/system-packages $(PODMAN_PACKAGES)
+	$(BIN)/python -m k8s.tools.cluster_check
 
 bench: $(STAMP) ## throughput and latency beside transformers, same model, same run
 	$(BIN)/python -m benchmarks.serving

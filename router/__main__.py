@@ -149,7 +149,9 @@ def main() -> NoReturn:
 
 
 def _complain(message: str) -> NoReturn:
-    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    # In one piece: several processes of one router may complain at once.
+    sys.stderr.write("error: " + " ".join(message.split()) + "\n")
+    sys.stderr.flush()
     sys.exit(EXIT_CONFIG)
 
 

@@ -35,6 +35,7 @@ from core.server import address, check_bindable, wait_for_signal
 from core.types import Stage
 from router.admin import start_admin
 from router.metrics import MULTIPROCESS_VARIABLE
+from router.policies.registry import make_policy
 from router.roster import Roster, Row
 from router.serve import Among, serve
 from router.settings import RouterSettings
@@ -240,8 +241,10 @@ async def supervise(settings: RouterSettings) -> int:
     """Run `settings.processes` routers on the same ports until SIGTERM or SIGINT, and print the same line as `serve`
     once all of them are ready. Returns the exit code: 0, or that of a process that was wrong from the start.
 
-    Raises ConfigError where a port cannot be had.
+    Raises ConfigError where a port cannot be had or a policy be made.
     """
+    for option, policy in settings.policies():
+        make_policy(option, policy)  # here once, and not in each of them
     folder = tempfile.mkdtemp(prefix="triptych-router-")
     async with AsyncExitStack() as at_end:
         at_end.callback(shutil.rmtree, folder, ignore_errors=True)

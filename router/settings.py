@@ -54,6 +54,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         yield Stage.PREFILL, self.prefills
         yield Stage.DECODE, self.decodes
 
+    def policies(self) -> Iterator[tuple[str, str]]:
+        """Options and what was given for each, in the order of the stages."""
+        yield "--encode-policy", self.encode_policy
+        yield "--prefill-policy", self.prefill_policy
+        yield "--decode-policy", self.decode_policy
+
     @property
     def is_open(self) -> bool:
         """Whether there may be other workers than those that are listed one by one."""

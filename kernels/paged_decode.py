@@ -182,7 +182,7 @@ def paged_decode(
     layer_cache, fp8 = tile.prepare_cache(layer_cache)
     _, _, block_size, num_kv_heads, _ = layer_cache.shape
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    keys = 64 if dim_pad * query.element_size() <= 256 else 32
+    keys = _num_keys(dim_pad, query.dtype)
     longest = block_table.shape[1] * block_size if max_seq_len is None else max_seq_len
     if window:
         longest = min(longest, window + keys)
@@ -238,6 +238,13 @@ def paged_decode(
             num_warps=4,
         )
     return out
+
+
+def _num_keys(dim_pad: int, dtype: torch.dtype) -> int:
+    """Of a tile. float32 has no matrix units at full precision, and its larger tiles spill registers."""
+    if dtype is torch.float32 and tile.target()[0] != "interpreter":
+        return 16
+    return 64 if dim_pad * dtype.itemsize <= 256 else 32
 
 
 def _num_stages() -> int:

@@ -25,17 +25,15 @@ RUN apt-get update \
 RUN python3 -m venv /opt/triptych
 WORKDIR /build
 COPY pyproject.toml constraints.txt ./
-# What pyproject.toml asks for, as requirements: of the router, and of the engine besides. Triton is left to torch, whose
-# builds for GPUs name the one that they need.
+# What pyproject.toml asks for, as requirements: of the router, and of the engine besides.
 RUN python3 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 open('router.txt', 'w').write('\n'.join(p['dependencies'])); \
-open('engine.txt', 'w').write('\n'.join(p['optional-dependencies']['engine']))" \
-    && grep -v '^triton==' constraints.txt >versions.txt
+open('engine.txt', 'w').write('\n'.join(p['optional-dependencies']['engine']))"
 # Where pip looks besides its index, and whether it asks the index at all: see k8s/tools/image.sh.
 ARG PIP_FIND_LINKS=
 ARG PIP_NO_INDEX=
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN pip install -c versions.txt -r router.txt "setuptools>=77"
+RUN pip install -c constraints.txt -r router.txt "setuptools>=77"
 
 FROM builder AS router-packages
 COPY LICENSE README.md ./
@@ -53,11 +51,11 @@ ARG PIP_NO_INDEX=
 ARG VARIANT=cpu
 ARG TORCH_CPU_INDEX=
 RUN case "$VARIANT" in \
-      cpu) pip install -c versions.txt ${TORCH_CPU_INDEX:+--index-url "$TORCH_CPU_INDEX"} torch ;; \
-      cuda) pip install -c versions.txt torch ;; \
+      cpu) pip install -c constraints.txt ${TORCH_CPU_INDEX:+--index-url "$TORCH_CPU_INDEX"} torch ;; \
+      cuda) pip install -c constraints.txt torch ;; \
       *) echo "VARIANT=$VARIANT: neither cpu nor cuda" >&2; exit 1 ;; \
     esac
-RUN pip install -c versions.txt -r engine.txt
+RUN pip install -c constraints.txt -r engine.txt
 COPY LICENSE README.md ./
 COPY protos protos
 COPY core core

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import random
+import signal
 import sys
 import time
 import urllib.request
@@ -178,6 +179,8 @@ def check_topology(name: str) -> None:
 def main(names: tuple[str, ...]) -> None:
     """Run the rendered manifests with podman and try them."""
     began = time.monotonic()
+    # As an exception, so that no container is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         parts = {workload.name: workload for workload in workloads(render(overlays()["default"]))}
         print("images", flush=True)

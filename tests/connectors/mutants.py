@@ -74,7 +74,7 @@ class CuttingStore(SqliteStore):
 
 
 class Truncates(Mutant):
-    caught_by = ("round_trip/sizes", "wrong")
+    caught_by = ("round_trip/sizes", "cut short")
     Store = CuttingStore
 
 

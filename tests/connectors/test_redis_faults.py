@@ -96,15 +96,19 @@ def test_a_redis_that_evicts_never_yields_a_wrong_item(
     client.config_set("maxmemory-policy", "allkeys-lru")
     client.config_set("maxmemory", client.info("memory")["used_memory"] + 1_500_000)
     try:
+        num_saved = num_loaded = 0
         for n in range(40):
-            assert pair.save(key(n), embeds).finished_saving == [key(n)]
-        num_loaded = 0
+            output = pair.save(key(n), embeds)
+            num_saved += len(output.finished_saving)
+            # Among keys of one second Redis takes any: now and then a chunk of the item that is being written.
+            assert all("evicted parts of the item" in reason for reason in output.failed_saving.values())
+        assert num_saved >= 35
         for n in range(40):
             output = pair.load(key(n), 0, ROWS)
             num_loaded += len(output.finished_loading)
             if output.finished_loading:
                 assert same_bits(pair.buffer[:ROWS], embeds)
-        assert 0 < num_loaded < 40
+        assert 0 < num_loaded < num_saved
     finally:
         client.config_set("maxmemory", 0)
         client.config_set("maxmemory-policy", "noeviction")

@@ -43,6 +43,7 @@ $(OLDEST): | $(STAMP)
 kit: $(STAMP) ## the conformance kit on every connector; `make test` has three of them
 	sh .ci/system-packages redis-server
 	$(BIN)/python -m pytest tests/connectors/test_conformance.py -m 'whole_kit or not whole_kit'
+	$(BIN)/python -m pytest tests/connectors/test_conformance_mutants.py -m whole_kit
 
 lint: $(STAMP) ## format, style, types, import floors
 	$(BIN)/ruff format --check .

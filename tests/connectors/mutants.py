@@ -33,7 +33,7 @@ class HalfWritten(SqliteStore):
     def write(self, key: str, source: SaveSource) -> None:
         whole = source.embeds
         super().write(key, SaveSource(torch.zeros_like(whole), source.check))
-        time.sleep(0.05)
+        time.sleep(0.05)  # the fault: slow enough to be read half-way
         payload = bytes(source.data)
         checksum = checksum_of(self._namespace, key, _shape(whole), payload)
         with self._database() as db:
@@ -52,7 +52,7 @@ class TwoStepStore(SqliteStore):
         with self._database() as db:
             db.execute("UPDATE items SET checksum = 'later' || checksum WHERE namespace = ? AND key = ?",
                        (self._namespace, key))  # fmt: skip
-        time.sleep(0.05)
+        time.sleep(0.05)  # the fault: slow enough to be read half-way
         with self._database() as db:
             db.execute("UPDATE items SET checksum = substr(checksum, 6) WHERE namespace = ? AND key = ?",
                        (self._namespace, key))  # fmt: skip
@@ -85,7 +85,7 @@ class LockingStore(SqliteStore):
             lock.touch(exist_ok=False)
         except FileExistsError:
             raise StoreError("somebody else is writing it") from None
-        time.sleep(0.05)
+        time.sleep(0.05)  # the fault: holds its lock long enough to be killed
         super().write(key, source)
         lock.unlink()
 

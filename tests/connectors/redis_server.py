@@ -99,7 +99,7 @@ class RedisServer:
             if self._process.poll() is not None or time.monotonic() > end_s:
                 self.kill()
                 raise AssertionError("redis-server did not start: " + (self.folder / "log").read_text())
-            time.sleep(0.01)
+            time.sleep(0.01)  # a server that starts tells nobody
 
     def kill(self) -> None:
         """As a crash does it."""
@@ -240,4 +240,4 @@ def _wait(condition: Any, complaint: str, within_s: float = 20.0) -> None:
     end_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end_s, complaint
-        time.sleep(0.02)
+        time.sleep(0.02)  # a cluster that forms tells nobody

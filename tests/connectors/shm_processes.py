@@ -151,7 +151,7 @@ def read_items(path: str, seed: int, num_items: int, pipe: Connection) -> None:
         found = read(store, n, 1 + n)
         if found is None:
             missing.append(n)
-            time.sleep(0.001)
+            time.sleep(0.001)  # another process writes it: nothing tells us
         elif not torch.equal(found, embeds_of(n, 1 + n)):
             wrong.append(n)
     pipe.send(wrong)

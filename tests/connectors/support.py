@@ -55,7 +55,7 @@ def poll_until(condition: Callable[[], bool]) -> None:
     end_s = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < end_s, "nothing happened in time"
-        time.sleep(0.002)
+        time.sleep(0.002)  # nothing tells of it
 
 
 def random_bits(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:

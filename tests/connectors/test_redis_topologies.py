@@ -33,7 +33,7 @@ def within(deadline_s: float, condition: Callable[[], bool]) -> float:
     began_s = time.monotonic()
     while not condition():
         assert time.monotonic() - began_s < deadline_s, "nothing happened in time"
-        time.sleep(0.02)
+        time.sleep(0.02)  # nothing tells of it
     return time.monotonic() - began_s
 
 

@@ -74,10 +74,11 @@ def rows_of(
         vllm.forget()
     for waiting in waitings:
         point = Point(running, waiting, turnover)
-        yield _row(point, taken["ours", waiting], taken["ours", waitings[0]], taken.get(("vllm", waiting)))
+        yield row_of(point, taken["ours", waiting], taken["ours", waitings[0]], taken.get(("vllm", waiting)))
 
 
-def _row(point: Point, ours: list[list[float]], empty: list[list[float]], vllm: list[list[float]] | None) -> Row:
+def row_of(point: Point, ours: list[list[float]], empty: list[list[float]], vllm: list[list[float]] | None) -> Row:
+    """Of rounds of steps, in seconds; `empty`: ours with nobody waiting."""
     ratios = None if vllm is None else _ratios(ours, vllm)
     return Row(
         running=point.running,

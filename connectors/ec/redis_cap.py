@@ -6,9 +6,12 @@ of all, which keeps it first. One key, because a Redis that evicts by itself the
 one node of a cluster; the items lie anywhere.
 
 A writer first enters its item and is told whom to remove for it, then removes those, then takes them out of the set: if
-it dies in between, the next writer is told the same ones. What this leaves approximate: items whose entries were lost
-are not counted until they expire, and an entry whose item was lost is counted until it is the oldest. Each script looks
-at a bounded number of members.
+it dies in between, the next writer is told the same ones. Whoever is told of is marked (its score is 1), because
+its own writer may not be done: having made its item visible, a writer looks whether it was marked meanwhile, and then
+removes it. A mark is only taken away by another writer of the item.
+
+What this leaves approximate: items whose entries were lost are not counted until they expire, and an entry whose item
+was lost is counted until it is the oldest. Each script looks at a bounded number of members.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ local function number(n) return string.format('%.0f', n) end
 local function size_of(member) return tonumber(string.match(member, '%d+$')) end
 local function total() return -tonumber(redis.call('ZSCORE', index, 'total') or '0') end
 local function set_total(n) redis.call('ZADD', index, number(-n), 'total') end
+local doomed = 1
+local function is_doomed(member) return tonumber(redis.call('ZSCORE', index, member) or '-1') == doomed end
 """
 
 #: ARGV: member, limit in bytes, life of an unused item in ms, most members to look at. Returns whether the member is
@@ -48,7 +53,7 @@ _ENTER = (
     + b"""
 local member, limit, life, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local sum = total()
-for _, old in ipairs(redis.call('ZRANGEBYSCORE', index, 1, number(now - life * 1000), 'LIMIT', 0, most)) do
+for _, old in ipairs(redis.call('ZRANGEBYSCORE', index, '(' .. doomed, number(now - life * 1000), 'LIMIT', 0, most)) do
   redis.call('ZREM', index, old)
   sum = sum - size_of(old)
 end
@@ -61,6 +66,7 @@ if excess > 0 then
   for _, old in ipairs(redis.call('ZRANGE', index, 1, most)) do
     if old ~= member then
       victims[#victims + 1] = old
+      redis.call('ZADD', index, doomed, old)
       excess = excess - size_of(old)
       if excess <= 0 then break end
     end
@@ -70,13 +76,14 @@ return {added, victims, excess <= 0 and 1 or 0}
 """
 )
 
-#: ARGV: members that are gone. Returns how many of them this call took out.
+#: ARGV: whether only those are meant that are doomed still, members whose items are gone. Returns how many of them this
+#: call took out.
 _LEAVE = (
     _COMMON
     + b"""
 local sum, count = total(), 0
-for _, member in ipairs(ARGV) do
-  if redis.call('ZREM', index, member) == 1 then
+for n, member in ipairs(ARGV) do
+  if n > 1 and (ARGV[1] == '0' or is_doomed(member)) and redis.call('ZREM', index, member) == 1 then
     sum = sum - size_of(member)
     count = count + 1
   end
@@ -86,8 +93,15 @@ return count
 """
 )
 
-#: ARGV: member.
-_TOUCH = _COMMON + b"return redis.call('ZADD', index, 'XX', number(now), ARGV[1])"
+#: ARGV: member. Returns whether the item may stay.
+_TOUCH = (
+    _COMMON
+    + b"""
+if not redis.call('ZSCORE', index, ARGV[1]) or is_doomed(ARGV[1]) then return 0 end
+redis.call('ZADD', index, number(now), ARGV[1])
+return 1
+"""
+)
 
 
 class _Entered(msgspec.Struct, array_like=True):
@@ -125,11 +139,20 @@ class ByteCap:
             is_new |= bool(entered.added)
             if entered.victims:
                 self._remove([_item_of(victim) for victim in entered.victims])
-                num_removed += self._leave(entered.victims)
+                num_removed += self._leave(entered.victims, only_doomed=True)
             if entered.is_enough:
                 return is_new, num_removed
         self._leave([member])
         raise ItemError(f"no room under max_bytes={self._max_bytes}, though {num_removed} items were removed for it")
+
+    def settle(self, namespace: str, key: str, num_bytes: int, num_values: int) -> int:
+        """The item has become visible. Remove it where others made room for theirs meanwhile by removing it, before it
+        was there. How many items this call removed."""
+        member = _member(namespace, key, num_bytes, num_values)
+        if self._may_stay(member):
+            return 0
+        self._remove([_item_of(member)])
+        return self._leave([member], only_doomed=True)
 
     def give_back(self, namespace: str, key: str, num_bytes: int, num_values: int) -> None:
         """The item was not saved after all."""
@@ -137,10 +160,13 @@ class ByteCap:
 
     def touch(self, namespace: str, key: str, num_bytes: int, num_values: int) -> None:
         """The item was used."""
-        self._ask([b"EVAL", _TOUCH, b"1", INDEX, _member(namespace, key, num_bytes, num_values)])
+        self._may_stay(_member(namespace, key, num_bytes, num_values))
 
-    def _leave(self, members: Sequence[bytes]) -> int:
-        return _convert(self._ask([b"EVAL", _LEAVE, b"1", INDEX, *members]), int)
+    def _may_stay(self, member: bytes) -> bool:
+        return bool(_convert(self._ask([b"EVAL", _TOUCH, b"1", INDEX, member]), int))
+
+    def _leave(self, members: Sequence[bytes], *, only_doomed: bool = False) -> int:
+        return _convert(self._ask([b"EVAL", _LEAVE, b"1", INDEX, b"%d" % only_doomed, *members]), int)
 
 
 def _convert(reply: object, kind: type[T]) -> T:

@@ -108,10 +108,11 @@ class RedisStore(ECStore):
         is_new = False
         if self._cap is not None:
             is_new, evictions = self._cap.make_room(self._namespace, key, source.embeds.nbytes, num_values)
-            with self._lock:
-                self._num_evictions += evictions
+            self._count(evictions)
         try:
             self._routed(lambda: self._save(item, source))
+            if self._cap is not None:
+                self._count(self._cap.settle(self._namespace, key, source.embeds.nbytes, num_values))
         except Exception:
             if self._cap is not None and is_new:
                 with contextlib.suppress(StoreError, ItemError):
@@ -174,6 +175,10 @@ class RedisStore(ECStore):
             raise
 
     # ---- removing ----
+
+    def _count(self, evictions: int) -> None:
+        with self._lock:
+            self._num_evictions += evictions
 
     def _remove_if(self, key: str, seen: bytes | None) -> None:
         """Remove the item, chunks included, unless somebody has put another one in its place."""

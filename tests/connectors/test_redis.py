@@ -12,6 +12,7 @@ import redis
 import torch
 
 from connectors.ec.redis_connector import ECRedisConnector
+from connectors.ec.store import SaveSource
 from core.types import ECRole
 from tests.connectors.redis_server import RedisServer, TlsFiles, redis_server
 from tests.connectors.support import NAMESPACE, ECSides, key, poll_until, random_bits, same_bits
@@ -211,6 +212,29 @@ def test_the_byte_cap_holds_with_many_writers(server: RedisServer, client: redis
     assert -client.zscore("triptych:1:index", "total") <= limit
     evictions = sum(pair.worker.take_counters()["evictions"] for pair in pairs)
     assert evictions == 160 - len(client.keys(b"triptych:1:{*"))
+
+
+def test_an_item_that_others_evict_while_it_is_being_written_goes_when_it_is_there(
+    server: RedisServer, client: redis.Redis, closing: Closing
+) -> None:
+    """It is in the index before it can be seen: to remove it then removes nothing."""
+    extra = {"max_bytes": 4 * 34_000}
+    slow, other = (closing(sides(server, extra=extra, width=1024)) for _ in range(2))
+
+    def others_fill_the_cap() -> bool:
+        if not client.exists(item_key(5)):
+            for n in range(2, 6):
+                other.save(key(n), random_bits(8, 1024, torch.float32))
+        return False
+
+    store = slow.worker._store  # type: ignore[attr-defined]
+    store.write(key(1), SaveSource(random_bits(8, 1024, torch.float32), others_fill_the_cap))
+    assert [client.exists(item_key(n)) for n in range(1, 6)] == [0, 1, 1, 1, 1]
+    assert client.zcard("triptych:1:index") == 5, "the total, and those that are there"
+    assert store.take_counters() == {"evictions": 0}
+    assert other.worker.take_counters()["evictions"] == 1
+    other.save(key(1), random_bits(8, 1024, torch.float32))  # it may come again
+    assert [client.exists(item_key(n)) for n in range(1, 6)] == [1, 0, 1, 1, 1]
 
 
 def test_what_expired_does_not_count_towards_the_cap(

@@ -111,13 +111,16 @@ class RedisStore(ECStore):
             self._count(evictions)
         try:
             self._routed(lambda: self._save(item, source))
-            if self._cap is not None:
-                self._count(self._cap.settle(self._namespace, key, source.embeds.nbytes, num_values))
         except Exception:
             if self._cap is not None and is_new:
                 with contextlib.suppress(StoreError, ItemError):
                     self._cap.give_back(self._namespace, key, source.embeds.nbytes, num_values)
             raise
+        if self._cap is not None:
+            try:
+                self._count(self._cap.settle(self._namespace, key, source.embeds.nbytes, num_values))
+            except (StoreError, ItemError) as error:  # the item is here; at worst it is not counted
+                log.warning("whether a saved item may stay could not be asked: %s", error)
 
     def take_counters(self) -> Mapping[str, int]:
         with self._lock:

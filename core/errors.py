@@ -63,11 +63,12 @@ class OverloadedError(TriptychError):
 
 
 class StageUnavailableError(TriptychError):
-    """A stage, or what it depends on, cannot serve at the moment."""
+    """A stage, or what it depends on, cannot serve at the moment; `retry_after_s` as above."""
 
-    def __init__(self, stage: str, reason: str) -> None:
+    def __init__(self, stage: str, reason: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(f"{stage} is unavailable: {reason}")
         self.stage = stage
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceededError(TriptychError):

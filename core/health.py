@@ -7,7 +7,7 @@ server for its whole grace period. This one ends its watches once the server dra
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,11 +24,12 @@ LIVENESS = "liveness"
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package ships no types
-    """One status for the whole server (service name "") and for each of its services; starts as NOT_SERVING. And
-    LIVENESS, which has no other than SERVING."""
+    """One status for the whole server (service name "") and for each of its services, and one for each of `parts`: no
+    services, but names for what it needs. All start as NOT_SERVING. And LIVENESS, which has no other than SERVING."""
 
-    def __init__(self, service_names: Iterable[str]) -> None:
+    def __init__(self, service_names: Iterable[str], parts: Iterable[str] = ()) -> None:
         self._names = frozenset({"", *service_names})
+        self._parts = dict.fromkeys(parts, False)
         self._serving = False
         self._closed = False
         self._changed = asyncio.Event()
@@ -37,6 +38,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         """Change the status and tell every watcher. Event loop only; without effect after `close`."""
         self._serving = serving and not self._closed
         self._wake()
+
+    def set_parts(self, serving: Mapping[str, bool]) -> None:
+        """Change the status of parts, as above. Raises KeyError for a name that is none."""
+        changed = {name: is_serving for name, is_serving in serving.items() if self._parts[name] != is_serving}
+        if changed and not self._closed:
+            self._parts.update(changed)
+            self._wake()
 
     def close(self) -> None:
         """NOT_SERVING for good; every watch sends that and ends."""
@@ -50,6 +58,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     def _status(self, service: str) -> int:
         if service == LIVENESS:
             return int(_SERVING)
+        if service in self._parts:
+            return int(_SERVING if self._parts[service] and not self._closed else _NOT_SERVING)
         if service not in self._names:
             return int(_UNKNOWN)
         return int(_SERVING if self._serving else _NOT_SERVING)

@@ -24,6 +24,7 @@ _GAUGES = {
     "num_requests_waiting": "Requests that wait, parked ones included.",
     "kv_cache_usage_perc": "Share of the KV blocks that requests and leases hold, 0 to 1.",
     "kv_leases": "Finished prefills whose blocks wait to be pulled.",
+    "ec_leases": "Items in this engine's own memory that consumers may still pull.",
     "kv_blocks_held": "KV blocks held by requests and by leases.",
     "encoder_cache_bytes_held": "Bytes of the encoder buffer that are referenced, loading or being saved.",
 }
@@ -75,6 +76,7 @@ class EngineStatsLike(StatsLike, Protocol):
     """`engine.protocol.EngineStats`, which core may not import."""
 
     observations: dict[str, list[float]]
+    ec_leases: int
 
 
 class MetricsHttp:
@@ -126,6 +128,7 @@ class StageMetrics:
             "num_requests_waiting": stats.num_waiting,
             "kv_cache_usage_perc": stats.kv_blocks_held / stats.kv_blocks_total if stats.kv_blocks_total else 0.0,
             "kv_leases": stats.kv_leases,
+            "ec_leases": stats.ec_leases,
             "kv_blocks_held": stats.kv_blocks_held,
             "encoder_cache_bytes_held": stats.encoder_cache_bytes_held,
         }

@@ -8,21 +8,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 
-from core.errors import OverloadedError
+from core.errors import OverloadedError, StageUnavailableError
 from protos import retry_pb2
 
+# At most eleven days: it may come from somebody who is not well.
+_MILLISECONDS = re.compile(r"[0-9]{1,9}")
 _RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 
 
 def retry_metadata(error: Exception, code: grpc.StatusCode, details: str) -> tuple[tuple[str, str | bytes], ...]:
     """Trailing metadata for a status; empty for an error that does not say when."""
-    if not isinstance(error, OverloadedError) or error.retry_after_s is None:
+    if not isinstance(error, OverloadedError | StageUnavailableError) or error.retry_after_s is None:
         return ()
     milliseconds = math.ceil(error.retry_after_s * 1000)
     delay = Duration()
@@ -43,6 +46,6 @@ def retry_metadata(error: Exception, code: grpc.StatusCode, details: str) -> tup
 def retry_after_s(metadata: Iterable[tuple[str, str | bytes]]) -> float | None:
     """The seconds that a status's trailing metadata names; None where it names none."""
     for key, value in metadata:
-        if key == "grpc-retry-pushback-ms" and isinstance(value, str) and value.isascii() and value.isdigit():
+        if key == "grpc-retry-pushback-ms" and isinstance(value, str) and _MILLISECONDS.fullmatch(value):
             return int(value) / 1000
     return None

@@ -17,7 +17,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -118,10 +118,11 @@ class GrpcServer:
         self._reuse_port = reuse_port
         self._health: Health | None = None
 
-    async def start(self, service_names: Sequence[str]) -> int:
+    async def start(self, service_names: Sequence[str], *, parts: Sequence[str] = ()) -> int:
         """Bind and answer; health says NOT_SERVING. Returns the port. Raises ConfigError where it cannot bind.
 
-        `service_names` are full names such as "triptych.v1.Encoder".
+        `service_names` are full names such as "triptych.v1.Encoder"; `parts` are names that health alone knows, for
+        `set_parts`.
         """
         if not self._reuse_port:
             check_bindable(self.host, self.port)
@@ -129,7 +130,7 @@ class GrpcServer:
             self.port = self.server.add_insecure_port(address(self.host, self.port))
         except RuntimeError as error:
             raise ConfigError("--port", self.port, f"in use on {self.host}") from error
-        self._health = Health(service_names)
+        self._health = Health(service_names, parts)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection(
             [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME],
@@ -145,9 +146,16 @@ class GrpcServer:
 
     def set_serving(self, serving: bool) -> None:
         """What health says from now on, overall and for every service. Only after `start`."""
+        self._started_health().set_serving(serving)
+
+    def set_parts(self, serving: Mapping[str, bool]) -> None:
+        """What health says from now on of the parts named. Only after `start`."""
+        self._started_health().set_parts(serving)
+
+    def _started_health(self) -> Health:
         if self._health is None:
             raise RuntimeError("the server has not been started")
-        self._health.set_serving(serving)
+        return self._health
 
     async def drain(self, grace_s: float) -> None:
         """Not ready at once; refuse new calls; let those in flight finish, `grace_s` seconds at most; then cancel them.

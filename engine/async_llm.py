@@ -269,7 +269,7 @@ def _error(output: EngineCoreOutput, where: str) -> Exception:
         case ErrorKind.INCOMPATIBLE:
             return IncompatibleError.from_message(output.error)
         case ErrorKind.OVERLOADED:
-            return OverloadedError(f"{where}: {output.error}")
+            return OverloadedError(f"{where}: {output.error}", retry_after_s=output.retry_after_s)
         case ErrorKind.UNAVAILABLE:
             return StageUnavailableError(where, output.error)
         case _:

@@ -248,7 +248,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether steps are needed: requests, steps and background work under way, or leases that may end."""
-        return not self.is_settled or self.scheduler.kv.num_leases > 0
+        return not self.is_settled or self.scheduler.kv.num_leases + self.scheduler.num_ec_leases > 0
 
     def wait_s(self) -> float | None:
         """How long `step` would find nothing to do unless `notify` is called before: 0.0 it has something to do now,

@@ -59,6 +59,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     spans: list[Span] = []
     usage: Usage | None = None
     item_source: str = ""  # of an image that was encoded: what `Feature.source` is to say
+    retry_after_s: float | None = None  # of `OVERLOADED`: when there may be room
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -74,6 +75,12 @@ class EngineStats(msgspec.Struct, array_like=True):
     encoder_cache_items: int = 0
     counters: dict[str, int] = {}
     observations: dict[str, list[float]] = {}  # since the last message: histogram name -> values, in seconds
+    ec_leases: int = 0  # items that consumers may still pull from this engine's memory
+
+    @property
+    def num_leases(self) -> int:
+        """What other engines may still come for."""
+        return self.kv_leases + self.ec_leases
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True):

@@ -33,9 +33,11 @@ class RequestOutputs:
         """A stretch of a request's life that ends now."""
         return Span(name, start_s, time.time(), self._where, note)
 
-    def refuse(self, request_id: str, kind: ErrorKind, reason: str) -> None:
+    def refuse(self, request_id: str, kind: ErrorKind, reason: str, retry_after_s: float | None = None) -> None:
         """End a request that was never taken."""
-        self._ready.append(EngineCoreOutput(request_id, finished=True, error_kind=kind, error=reason))
+        self._ready.append(
+            EngineCoreOutput(request_id, finished=True, error_kind=kind, error=reason, retry_after_s=retry_after_s)
+        )
 
     def scheduled(self, request: Request) -> None:
         """A request computes something for the first time."""

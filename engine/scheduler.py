@@ -20,41 +20,33 @@ in the cache once all scheduled steps have run, its `num_executed_tokens` what i
 sampled by steps under way, and the next step computes them without knowing them: the runner does. What depends on the
 tokens (stop tokens, names of full blocks) or on memory that a running step reads (items) waits for the step's output.
 
-More than 400 lines, since the phases, preemption and the ends of requests work on the same collections; the order of
-waiting requests is in `request_queue.py`, what touches only the encoder buffer in `item_gate.py`, images to encode in
-`encode_queue.py`, what is told in `request_outputs.py`.
+Who stands where, and the order, is in `request_lists.py`; that of waiting requests in `request_queue.py`; what touches
+only the encoder buffer in `item_gate.py`, only the KV connector in `kv_gate.py`; images to encode in `encode_queue.py`;
+what is told in `request_outputs.py`. Still more than 400 lines: the phases, preemption and the ends of requests are
+one thing.
 """
 
 from __future__ import annotations
 
-import time
-from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 
 from connectors.ec.base import ECConnectorBase
-from connectors.kv.base import SAME_HOST, KVConnectorBase, KVConnectorOutput
-from core.errors import IncompatibleError, TriptychError
-from core.types import FinishReason, KVRole
+from connectors.kv.base import KVConnectorBase
+from core.types import FinishReason, KVHandle
 from engine.encode_queue import EncodeQueue
 from engine.encoder_cache_manager import EncoderCacheManager
 from engine.item_gate import ItemGate
 from engine.kv_cache_manager import KVCacheManager
+from engine.kv_gate import KVGate, Pulled
 from engine.protocol import EngineCoreOutput, EngineCoreRequest, EngineStats, ErrorKind
 from engine.request import Ended, Request, RequestStatus
+from engine.request_lists import RequestLists
 from engine.request_outputs import RequestOutputs
-from engine.request_queue import RequestQueue
 from engine.scheduler_output import ItemUse, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.settings import SchedulerSettings
 from engine.stats import StatsCollector
-
-_PARKED = (RequestStatus.WAITING_FOR_ENCODER_CACHE, RequestStatus.WAITING_FOR_REMOTE_KVS)
-
-
-def _rank(request: Request) -> tuple[int, tuple[float, int]]:
-    """Who runs before whom, and keeps its blocks longer."""
-    assert request.queue_tag is not None
-    return request.level, request.queue_tag
+from engine.turnover import Turnover
 
 
 class Scheduler:
@@ -73,7 +65,8 @@ class Scheduler:
         self.cache = cache
         self.stats = StatsCollector()
         self._ec = ec_connector
-        self._kv_connector = kv_connector
+        self._kv_gate = KVGate(kv, kv_connector, self.stats)
+        self._lists = RequestLists(settings)
         self.encodes = EncodeQueue(
             cache,
             ec_connector,
@@ -87,20 +80,16 @@ class Scheduler:
             self.encodes,
             self.stats,
             settings,
-            self._idle_after,
+            self._lists.idle_after,
         )
         self._outputs = RequestOutputs(self.stats, settings.where)
+        self._turnover = Turnover()
         self._requests: dict[str, Request] = {}
-        self._waiting = RequestQueue(settings.aging_s)  # hold nothing
-        self._parked: dict[str, Request] = {}  # had their turn, lack an item or remote blocks
-        self._resuming: list[Request] = []  # have what they were parked for; by rank, before all that wait
-        self._running: list[Request] = []  # by rank
-        self._known: set[str] = set()  # requests whose state the runner holds
-        self._forget: list[str] = []  # requests that the runner must drop
         self._in_flight: deque[list[tuple[Request, int, int]]] = deque()  # steps: request, its preemptions, tokens
         self._news = False  # whether the next step may do what the last could not
         self._num_partial = 0  # prompts that run and were not scheduled to their end
         self._evictions_counted = 0
+        self.num_ec_leases = 0  # items that consumers may still pull from this engine, as of the last step
 
     # ---- requests come and go ----
 
@@ -115,17 +104,17 @@ class Scheduler:
             self._requests
             or self.encodes.num_unfinished_jobs
             or self._outputs
-            or self._forget
+            or self._lists.has_dropped
             or self._in_flight
             or self._items.is_loading
-            or (self._kv_connector is not None and self._kv_connector.has_orders)
+            or self._kv_gate.has_orders
         )
 
     @property
     def can_step(self) -> bool:
         """Whether the next step may bring something, as against wait for a look-up, a load, a pull or a lease's end.
         Waiting requests alone are no reason: the last step has found no room for them."""
-        return bool(self._running or self._outputs or self._news)
+        return bool(self._lists.running or self._outputs or self._news)
 
     def add_request(self, made: EngineCoreRequest) -> None:
         """Take a request. One that cannot be served ends with an error in the next step's outputs."""
@@ -134,23 +123,19 @@ class Scheduler:
             self.refuse(made.request_id, ErrorKind.INVALID_REQUEST, f"request id {made.request_id} is in use")
             return
         if self.num_requests >= self.settings.max_waiting:
-            self.refuse(made.request_id, ErrorKind.OVERLOADED, f"{self.num_requests} requests are held, the limit")
+            reason = f"{self.num_requests} requests are held, the limit"
+            self._outputs.refuse(made.request_id, ErrorKind.OVERLOADED, reason, self._turnover.next_end_s())
             return
         if made.image is not None and made.feature is not None:
             if made.feature.num_embeds > self.cache.num_rows:
                 self.refuse(made.request_id, ErrorKind.INVALID_REQUEST, self._too_large(made.feature.num_embeds))
             else:
+                self._turnover.came()
                 self.encodes.add(made)
             return
-        role = None if self._kv_connector is None else self._kv_connector.config.role
-        for wanted, fits, what in (
-            (made.hand_over, role is not None and role.produces, KVRole.PRODUCER),
-            (made.kv is not None, role is not None and role.consumes, KVRole.CONSUMER),
-        ):
-            if wanted and not fits:
-                reason = f"the request needs a {what}, this worker is {role or 'none'} (--kv-role, --kv-connector)"
-                self.refuse(made.request_id, ErrorKind.INCOMPATIBLE, reason)
-                return
+        if objection := self._kv_gate.objection(made):
+            self.refuse(made.request_id, ErrorKind.INCOMPATIBLE, objection)
+            return
         request = Request.from_core(made, self.settings.max_model_len)
         for placed in request.features:
             if placed.feature.num_embeds > self.cache.num_rows:
@@ -161,10 +146,10 @@ class Scheduler:
             # What is found here may be gone by the time of its turn, and then the items are looked up after all.
             num_computed = len(self.kv.get_computed_blocks(request)) * self.kv.block_size
             self._items.look_ahead(request, num_computed)
+        self._turnover.came()
         self._requests[request.request_id] = request
-        self._waiting.push(request, time.time())
-        if request.kv is not None and self._kv_connector is not None:
-            self._kv_connector.expect_recv(request.request_id, request.kv)
+        self._lists.wait(request)
+        self._kv_gate.expect(request)
         self.stats.count("prompt_tokens_total", request.num_prompt_tokens)
 
     def abort(self, request_id: str) -> None:
@@ -177,18 +162,16 @@ class Scheduler:
             return
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             # The connector may be writing into its blocks; they are freed when it reports that it has stopped.
-            assert self._kv_connector is not None
             if not request.aborted:
-                self._kv_connector.cancel_recv(request_id)
+                self._kv_gate.cancel(request)
                 request.aborted = True
             return
-        self._remove(request)
+        self._lists.remove(request)
         self._end(request, Ended(RequestStatus.FINISHED_ABORTED), tell=False)
 
     def release(self, request_id: str) -> None:
         """The router gave up the handle of a finished prefill. Unknown ids are ignored."""
-        if self._kv_connector is not None and self.kv.has_lease(request_id):
-            self._kv_connector.release(request_id)
+        self._kv_gate.release(request_id)
 
     def refuse(self, request_id: str, kind: ErrorKind, reason: str) -> None:
         """End a request that was never taken, in the next step's outputs."""
@@ -210,19 +193,18 @@ class Scheduler:
             self._schedule_waiting(out, budget)
         else:
             self._news = True  # now it would only give back what was just taken; the next step may
-        out.finished_request_ids, self._forget = self._forget, []
+        out.finished_request_ids = self._lists.take_dropped()
         out.ec_metadata = self._ec.build_connector_meta()
-        if self._kv_connector is not None:
-            out.kv_metadata = self._kv_connector.build_connector_meta()
+        out.kv_metadata = self._kv_gate.build_meta()
         return out
 
     def _schedule_running(self, out: SchedulerOutput, budget: int) -> int:
         self._num_partial = 0
         longest = self._longest_chunk()
-        block_size = self.kv.block_size
+        block_size, running = self.kv.block_size, self._lists.running
         i = 0
-        while i < len(self._running) and budget > 0:
-            request = self._running[i]
+        while i < len(running) and budget > 0:
+            request = running[i]
             computed = request.num_computed_tokens
             known = request.num_tokens
             wanted = known + request.num_pending - computed
@@ -236,7 +218,7 @@ class Scheduler:
             if computed < request.items_end:
                 num_tokens, uses = self._items.fit(request, num_tokens)
                 if num_tokens == 0:
-                    del self._running[i]
+                    del running[i]
                     self._park_for_items(request)
                     continue
             blocks: list[int] = []
@@ -253,16 +235,17 @@ class Scheduler:
 
     def _schedule_waiting(self, out: SchedulerOutput, budget: int) -> None:
         longest = self._longest_chunk()
+        lists = self._lists
         while budget > 0:
-            request = self._next_waiting()
+            request = lists.next_waiting()
             if request is None:
                 return
             if request.kv is not None:
-                if self._order_pull(request) or self._free_others(request):
+                if self._order_pull(request, request.kv) or self._free_others(request):
                     continue
                 return
-            if request.request_id not in self._known and len(self._known) >= self.settings.max_num_seqs:
-                if request in self._resuming and self._free_row(request):
+            if request.request_id not in lists.in_runner and not lists.has_row:
+                if request in lists.resuming and self._free_row(request):
                     continue
                 return
             if not request.block_ids:
@@ -270,14 +253,14 @@ class Scheduler:
             wanted = request.num_tokens - request.num_computed_tokens
             num_tokens, uses = self._items.fit(request, min(wanted, longest, budget))
             if num_tokens == 0 or (num_tokens < min(wanted, longest, budget) and self._items.is_patient(request)):
-                if len(self._parked) >= self.settings.max_parked:
+                if len(lists.parked) >= self.settings.max_parked:
                     self._put_back(request)
                     return
-                self._remove(request)
+                lists.remove(request)
                 self._park_for_items(request)
                 continue
             is_partial = num_tokens < wanted
-            if is_partial and self._running and self._num_partial >= self.settings.max_num_partial_prefills:
+            if is_partial and lists.running and self._num_partial >= self.settings.max_num_partial_prefills:
                 self._put_back(request)
                 return
             blocks = self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens)
@@ -286,8 +269,7 @@ class Scheduler:
                 if self._free_others(request):
                     continue
                 return  # nobody overtakes the one that waits for room
-            self._remove(request)
-            insort(self._running, request, key=_rank)
+            lists.run(request)
             self._num_partial += is_partial
             if not request.scheduled_s:
                 self._outputs.scheduled(request)
@@ -298,31 +280,19 @@ class Scheduler:
             if request.recomputes:
                 request.recomputes = False
                 self.stats.count("kv_recomputations_total")
-            request.status = RequestStatus.RUNNING
             self._put(out, request, num_tokens, blocks, uses)
             budget -= num_tokens
 
     def _longest_chunk(self) -> int:
         """Most tokens of one request in this step: while others decode, a long prompt must not make them wait long."""
         limit = self.settings.long_prefill_token_threshold
-        if limit and any(r.num_tokens + r.num_pending - r.num_computed_tokens <= 1 for r in self._running):
+        if limit and any(r.num_tokens + r.num_pending - r.num_computed_tokens <= 1 for r in self._lists.running):
             return limit
         return self.settings.max_num_batched_tokens
 
-    def _next_waiting(self) -> Request | None:
-        """Whose turn it is. One that the runner knows goes first while the runner has no row for another: the two would
-        wait for each other, since rows come free only when requests go on."""
-        if not self._resuming:
-            return self._waiting.peek(time.time())
-        if len(self._known) >= self.settings.max_num_seqs:
-            for request in self._resuming:
-                if request.request_id in self._known:
-                    return request
-        return self._resuming[0]
-
     def _put_back(self, request: Request) -> None:
         """It stays where it was. One that had no turn yet is to hold nothing while it waits."""
-        if request not in self._resuming:
+        if request not in self._lists.resuming:
             self.kv.free(request)
             request.num_computed_tokens = request.num_executed_tokens = 0
             self._items.let_go(request)
@@ -335,13 +305,13 @@ class Scheduler:
         self._in_flight[-1].append((request, request.preemptions, num_tokens))
         if uses:
             out.item_uses += uses
-        if request_id in self._known:
+        if request_id in self._lists.in_runner:
             cached = out.cached_requests
             cached.request_ids.append(request_id)
             cached.new_block_ids.append(new_blocks)
             cached.num_computed_tokens.append(request.num_computed_tokens)
         else:
-            self._known.add(request_id)
+            self._lists.in_runner.add(request_id)
             out.new_requests.append(
                 NewRequestData(
                     request_id,
@@ -374,86 +344,60 @@ class Scheduler:
         """Who gives up its blocks for one that runs: of those that rank after it, one that does not run; else the last
         that runs, which may be the request itself. That one has not been scheduled in this step, since the list is
         gone through by rank."""
-        return next((other for other in self._idle_after(request) if other.block_ids), self._running[-1])
+        return next((other for other in self._lists.idle_after(request) if other.block_ids), self._lists.running[-1])
 
     def _free_others(self, request: Request) -> bool:
         """The first waiting request finds no blocks while nothing runs that would free some: preempt one that ranks
         after it. False where nobody does, or where something runs."""
-        return self._preempt_one(other for other in self._idle_after(request) if other.block_ids)
+        return self._preempt_one(other for other in self._lists.idle_after(request) if other.block_ids)
 
     def _free_row(self, request: Request) -> bool:
         """As `_free_others`, for a row in the runner."""
-        return self._preempt_one(other for other in self._idle_after(request) if other.request_id in self._known)
+        lists = self._lists
+        return self._preempt_one(o for o in lists.idle_after(request) if o.request_id in lists.in_runner)
 
     def _preempt_one(self, others: Iterator[Request]) -> bool:
-        victim = None if self._running else next(others, None)
+        victim = None if self._lists.running else next(others, None)
         if victim is not None:
             self._preempt(victim)
         return victim is not None
 
-    def _idle_after(self, request: Request) -> list[Request]:
-        """The parked and resuming requests that rank after this one, the last first; not those that are pulling, whose
-        blocks are being written to."""
-        rank = _rank(request)
-        idle = (
-            other
-            for other in (*self._parked.values(), *self._resuming)
-            if other.status is not RequestStatus.WAITING_FOR_REMOTE_KVS and _rank(other) > rank
-        )
-        return sorted(idle, key=_rank, reverse=True)
-
     def _preempt(self, request: Request) -> None:
-        self._remove(request)
+        self._lists.remove(request)
         self.kv.free(request)
         self._items.let_go(request)
-        self._forget_in_runner(request)
+        self._lists.drop_from_runner(request)
         request.preemptions += 1
         request.num_computed_tokens = request.num_executed_tokens = request.num_pending = 0
         request.recomputes = bool(request.scheduled_s)
         request.status = RequestStatus.PREEMPTED
-        self._waiting.push(request, time.time())
+        self._lists.wait(request)
         self.stats.count("num_preemptions_total")
 
-    def _order_pull(self, request: Request) -> bool:
+    def _order_pull(self, request: Request, kv: KVHandle) -> bool:
         """Park a waiting request for its remote blocks. False where there is no room for them yet."""
-        assert request.kv is not None
-        assert self._kv_connector is not None
-        kind, problem = ErrorKind.INVALID_REQUEST, ""
-        try:
-            num_tokens = self._kv_connector.get_num_new_matched_tokens(request.kv)
-            if num_tokens != request.num_tokens - 1:
-                problem = f"the KV handle brings {num_tokens} tokens, the request needs {request.num_tokens - 1}"
-        except TriptychError as error:
-            problem = str(error)
-            if isinstance(error, IncompatibleError):
-                kind = ErrorKind.INCOMPATIBLE
-        if problem:
-            self._remove(request)
-            self._end(request, Ended(RequestStatus.FINISHED_ERROR, error_kind=kind, error=problem))
+        num_tokens = self._kv_gate.num_tokens_of(kv, request)
+        if isinstance(num_tokens, Ended):
+            self._lists.remove(request)
+            self._end(request, num_tokens)
             return True
-        if len(self._parked) >= self.settings.max_parked or self.kv.allocate_slots(request, num_tokens) is None:
+        if len(self._lists.parked) >= self.settings.max_parked or self.kv.allocate_slots(request, num_tokens) is None:
             return False
-        self._remove(request)
-        self._kv_connector.update_state_after_alloc(request.request_id, request.kv, list(request.block_ids))
-        self._park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
+        self._lists.remove(request)
+        self._kv_gate.order(kv, request)
+        self._lists.park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
         return True
 
     # ---- parking ----
 
     def _park_for_items(self, request: Request) -> None:
-        self._park(request, RequestStatus.WAITING_FOR_ENCODER_CACHE)
+        self._lists.park(request, RequestStatus.WAITING_FOR_ENCODER_CACHE)
         self._advance(request)
-
-    def _park(self, request: Request, status: RequestStatus) -> None:
-        request.status = status
-        request.parked_s = time.time()
-        self._parked[request.request_id] = request
 
     def _unpark(self) -> None:
         """Send on the parked requests that have what they waited for."""
         self._items.begin_step()
-        lacking = [r for r in self._parked.values() if r.status is RequestStatus.WAITING_FOR_ENCODER_CACHE]
-        for request in sorted(lacking, key=_rank):
+        for request in self._lists.parked_for_items():
             self._advance(request)
 
     def _advance(self, request: Request) -> None:
@@ -461,28 +405,25 @@ class Scheduler:
         can_go_on, missing = self._items.check(request)
         if missing:
             self.stats.count("ec_misses_total", len(missing))
-            del self._parked[request.request_id]
+            self._lists.remove(request)
             self._end(request, Ended(RequestStatus.FINISHED_ERROR, missing=missing))
         elif can_go_on:
-            del self._parked[request.request_id]
-            self._resume(request)
-
-    def _resume(self, request: Request) -> None:
-        request.status = RequestStatus.WAITING
-        insort(self._resuming, request, key=_rank)
+            self._lists.resume(request)
 
     # ---- results ----
 
     def update_from_output(self, out: SchedulerOutput, made: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take a step's results; return what there is to tell. `out` is the oldest step without results."""
         if made.ec is not None:
-            self._items.take_output(made.ec, self._parked.values())
+            self._items.take_output(made.ec, self._lists.parked.values())
+            self.num_ec_leases = made.ec.num_leased
             self._news |= bool(made.ec)
         outputs = self.encodes.update(made)
         if made.prepared or made.encoded or outputs:
             self._news = True
         if made.kv is not None:
-            self._take_kv_output(made.kv)
+            for pulled in self._kv_gate.take_output(made.kv):
+                self._take_pulled(pulled)
             self._news |= bool(made.kv)
         block_size, sampled = self.kv.block_size, made.sampled
         for request, preemptions, num_tokens in self._in_flight.popleft():
@@ -502,6 +443,7 @@ class Scheduler:
                 self._take_token(request, token)
         self.stats.count("ec_evictions_total", self.cache.num_evictions - self._evictions_counted)
         self._evictions_counted = self.cache.num_evictions
+        self._turnover.note(self.num_requests)
         return outputs + self._outputs.take()
 
     def _take_token(self, request: Request, token: int) -> None:
@@ -519,70 +461,41 @@ class Scheduler:
             self._outputs.token(request, token)
             return
         self._outputs.last_token(request)
-        self._remove(request)
+        self._lists.remove(request)
         self._end(request, ended, new_token_ids=[token])
 
-    def _take_kv_output(self, made: KVConnectorOutput) -> None:
-        assert self._kv_connector is not None
-        self._kv_connector.update_connector_output(made)
-        self.stats.count("kv_transfer_bytes_total", made.bytes_received)
-        self.stats.count("kv_leases_expired_total", len(made.expired_sending))
-        self.stats.count("kv_transfer_retries_total", made.num_retries)
-        self.stats.count("kv_transfers_same_host_total", sum(road == SAME_HOST for road in made.roads.values()))
-        for seconds in made.seconds_receiving:
-            self.stats.observe("kv_transfer_seconds", seconds)
-        for request_id in made.finished_sending:
-            if self.kv.has_lease(request_id):
-                self.kv.end_lease(request_id)
-        for request_id in made.finished_recving:
-            self._pulled(request_id, "", note=made.roads.get(request_id, ""))
-        for request_id, reason in made.failed_recving.items():
-            self._pulled(request_id, reason)
-        for request_id in made.given_up_recving:
-            self._pulled(request_id, "the router gave the KV blocks up", given_up=True)
-
-    def _pulled(self, request_id: str, problem: str, *, note: str = "", given_up: bool = False) -> None:
-        request = self._parked.get(request_id)
+    def _take_pulled(self, pulled: Pulled) -> None:
+        request = self._lists.parked.get(pulled.request_id)
         if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             return  # as for loads: reported twice
-        del self._parked[request_id]
         request.kv = None
-        if request.aborted:
-            self._end(request, Ended(RequestStatus.FINISHED_ABORTED), tell=False)
-            return
-        if not problem:
-            request.spans.append(self._outputs.span("kv_transfer", request.parked_s, note))
+        if not pulled.problem and not request.aborted:
+            request.spans.append(self._outputs.span("kv_transfer", request.parked_s, pulled.road))
             request.pulled = True
             num_tokens = request.num_tokens - 1
             request.num_computed_tokens = request.num_executed_tokens = request.num_cached_tokens = num_tokens
             self.kv.cache_blocks(request, num_tokens)
-            self._resume(request)
+            self._lists.resume(request)
             return
-        if given_up:  # its own cancel is on the way, or lost: nobody reads what this request would say
-            self._end(request, Ended(RequestStatus.FINISHED_ERROR, error_kind=ErrorKind.UNAVAILABLE, error=problem))
+        self._lists.remove(request)
+        if request.aborted:
+            self._end(request, Ended(RequestStatus.FINISHED_ABORTED), tell=False)
+            return
+        ended = Ended(RequestStatus.FINISHED_ERROR, error_kind=ErrorKind.UNAVAILABLE, error=pulled.problem)
+        if pulled.given_up:  # its own cancel is on the way, or lost: nobody reads what this request would say
+            self._end(request, ended)
             return
         self.stats.count("kv_transfer_failures_total")
         self.kv.free(request)
         if self.settings.kv_load_failure_policy == "fail":
-            reason = f"the KV blocks could not be pulled: {problem}"
-            self._end(request, Ended(RequestStatus.FINISHED_ERROR, error_kind=ErrorKind.UNAVAILABLE, error=reason))
+            ended.error = f"the KV blocks could not be pulled: {pulled.problem}"
+            self._end(request, ended)
             return
         request.recomputes = True
         request.status = RequestStatus.WAITING
-        self._waiting.push(request, time.time())
+        self._lists.wait(request)
 
     # ---- ends ----
-
-    def _remove(self, request: Request) -> None:
-        """Take a request out of whichever list it is in."""
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        elif request.status in _PARKED:
-            del self._parked[request.request_id]
-        elif request in self._resuming:
-            self._resuming.remove(request)
-        else:
-            self._waiting.remove(request)
 
     def _end(
         self, request: Request, ended: Ended, *, new_token_ids: list[int] | None = None, tell: bool = True
@@ -591,25 +504,16 @@ class Scheduler:
         self._news = True  # what it held may be what others wait for
         request.status = ended.status
         self._items.forget(request)
-        if request.kv is not None and self._kv_connector is not None:
-            self._kv_connector.cancel_recv(request.request_id)  # its blocks were not pulled, and will not be
+        if request.kv is not None:
+            self._kv_gate.cancel(request)  # its blocks were not pulled, and will not be
         if request.hand_over and ended.status is RequestStatus.FINISHED_LENGTH and ended.reason is None:
-            assert self._kv_connector is not None
-            ended.kv = self._kv_connector.request_finished(
-                request.request_id, list(request.block_ids), request.num_computed_tokens
-            )
-            self.kv.lease(request)
+            ended.kv = self._kv_gate.lease(request)
         else:
             self.kv.free(request)
-        self._forget_in_runner(request)
+        self._lists.drop_from_runner(request)
         del self._requests[request.request_id]
         if tell:
             self._outputs.end(request, ended, new_token_ids or [])
-
-    def _forget_in_runner(self, request: Request) -> None:
-        if request.request_id in self._known:
-            self._known.discard(request.request_id)
-            self._forget.append(request.request_id)
 
     def _too_large(self, num_embeds: int) -> str:
         return (
@@ -620,10 +524,9 @@ class Scheduler:
 
     def make_stats(self) -> EngineStats:
         """The state after a step."""
-        waiting = len(self._waiting) + len(self._parked) + len(self._resuming) + len(self.encodes)
         return EngineStats(
-            num_running=len(self._running),
-            num_waiting=waiting,
+            num_running=len(self._lists.running),
+            num_waiting=self._lists.num_waiting + len(self.encodes),
             kv_blocks_total=self.kv.pool.num_blocks,
             kv_blocks_held=self.kv.pool.num_held,
             kv_leases=self.kv.num_leases,
@@ -632,4 +535,5 @@ class Scheduler:
             encoder_cache_items=self.cache.num_items,
             counters=dict(self.stats.counters),
             observations=self.stats.take_observations(),
+            ec_leases=self.num_ec_leases,
         )

@@ -28,6 +28,7 @@ from core.errors import (
     StageUnavailableError,
     TriptychError,
 )
+from core.retry_after import retry_after_s
 from core.types import Stage
 from router.answers import NonsenseError
 from router.assignment import Assignment
@@ -79,7 +80,8 @@ def refusal(stage: Stage, error: grpc.aio.AioRpcError) -> TriptychError | Attemp
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceededError(f"the deadline passed in {stage}")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return AttemptFailedError("overloaded", OverloadedError(details))
+            when_s = retry_after_s(error.trailing_metadata() or ())
+            return AttemptFailedError("overloaded", OverloadedError(details, retry_after_s=when_s))
         # CANCELLED that nobody here asked for is a worker that is shutting down.
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
             ours = _OURS.match(details)

@@ -13,7 +13,8 @@ from core.server import address, check_bindable
 
 
 class HttpServer:
-    """`/health`: the process lives. `/ready`: it takes requests. `/metrics`: Prometheus text. Event loop only."""
+    """`/health`: the process lives. `/ready`: it takes requests; the text also names the stages of which no worker
+    serves. `/metrics`: Prometheus text. Event loop only."""
 
     def __init__(
         self,
@@ -22,6 +23,7 @@ class HttpServer:
         *,
         registry: CollectorRegistry,
         is_ready: Callable[[], bool],
+        lacking: Callable[[], list[str]],
         reuse_port: bool = False,
     ) -> None:
         self._host = host
@@ -29,6 +31,7 @@ class HttpServer:
         self._reuse_port = reuse_port
         self._registry = registry
         self._is_ready = is_ready
+        self._lacking = lacking
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
@@ -57,9 +60,10 @@ class HttpServer:
         return web.Response(text="ok\n")
 
     async def _ready(self, request: web.Request) -> web.Response:
+        lacking = "".join(f"no worker serves {stage}\n" for stage in self._lacking())
         if self._is_ready():
-            return web.Response(text="ready\n")
-        return web.Response(status=503, text="not ready\n")
+            return web.Response(text=f"ready\n{lacking}")
+        return web.Response(status=503, text=f"not ready\n{lacking}")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from core.types import Stage
 from protos import common_pb2
@@ -44,9 +44,10 @@ class Membership:
         self._leaving: set[asyncio.Task[None]] = set()
         self._started = False
         self._changed = asyncio.Event()
+        #: Called on the event loop after each change, whoever it was that came, went or changed.
+        self.on_change: Callable[[], None] = lambda: None
         self._logged_states: dict[Worker, bool] = {}
-        #: Of a prefill worker, and the smallest limits of any worker that fits. Only once `wait_until_serving` has
-        #: returned.
+        #: Of a prefill worker, and the smallest limits of any worker that fits. Only once `has_agreed`.
         self.language_info = common_pb2.ServerInfo()
         self.max_images_per_prompt = 0
         self.max_model_len = 0
@@ -116,7 +117,7 @@ class Membership:
     async def wait_until_serving(self) -> None:
         """Return once each stage has a worker that serves, and they fit together.
 
-        Waits for ever: what starts first is no business of the router's, and its own health says that it is not ready.
+        Waits for ever: what starts first is no business of the router's.
         Raises IncompatibleError where all that there will ever be have answered and cannot serve together.
         """
         self.start()
@@ -134,6 +135,11 @@ class Membership:
                 if wanted and wanted != waiting_for:
                     logger.warning("waiting for %s", wanted)
                     waiting_for = wanted
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether there ever was a worker of each stage, and all of them fitted together."""
+        return self._agreement.namespace is not None
 
     def missing(self) -> list[WorkerPool]:
         """The stages of which no worker serves."""
@@ -183,6 +189,7 @@ class Membership:
         self._logged_states = {worker: worker.serving and worker.fits for worker in self.workers()}
         self._count_states()
         self._changed.set()
+        self.on_change()
 
     def _count_states(self) -> None:
         if self._metrics is not None:
@@ -192,7 +199,7 @@ class Membership:
 
     @property
     def namespace(self) -> str:
-        """The namespace digest that all stages agreed on. Only once `wait_until_serving` has returned."""
+        """The namespace digest that all stages agreed on. Only once `has_agreed`."""
         assert self._agreement.namespace is not None
         return self._agreement.namespace
 

@@ -1,4 +1,4 @@
-"""The router's life: listen, wait for the stages, serve, drain."""
+"""The router's life: listen, look at the workers, serve, drain."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ from router.stages import Patience
 
 logger = logging.getLogger(__name__)
 
+#: A router that starts beside workers that serve knows them by then. One that took requests before would refuse what it
+#: could answer a moment later, as a new one of several would while they are replaced one by one.
+_FIRST_LOOK_S = 5.0
+
 
 class Among(msgspec.Struct, frozen=True):
     """Which of several processes on the same ports this one is; its starter keeps the Admin service."""
@@ -36,8 +40,9 @@ class Among(msgspec.Struct, frozen=True):
 async def serve(settings: RouterSettings, among: Among | None = None) -> int:
     """Run until SIGTERM or SIGINT, and print `ready router grpc=… http=… [admin=…]` once every stage serves. Returns 0.
 
-    Until then a log line says which workers cannot be reached or do not serve yet, health and `/ready` say not ready,
-    and requests end UNAVAILABLE with the name of the stage that is awaited.
+    Health and `/ready` say ready once the workers have been looked at, which takes no longer than _FIRST_LOOK_S whether
+    they are there or not. While a stage has none, a log line says which cannot be reached or do not serve yet, requests
+    end UNAVAILABLE with its name, and health says NOT_SERVING of that name.
 
     Raises ConfigError where a port cannot be had or a policy be made, IncompatibleError where the listed stages do not
     fit together and no others can come.
@@ -58,6 +63,7 @@ async def serve(settings: RouterSettings, among: Among | None = None) -> int:
             settings.http_port,
             registry=metrics.exposed,
             is_ready=lambda: servicer.ready,
+            lacking=lambda: [pool.stage.value for pool in fleet.missing()],
             reuse_port=shares_ports,
         )
         at_end.push_async_callback(http.stop)
@@ -65,7 +71,10 @@ async def serve(settings: RouterSettings, among: Among | None = None) -> int:
         stop: asyncio.Task[object] = asyncio.create_task(_stopped(server, among, roster))
         at_end.callback(stop.cancel)
         http_address = await http.start()
-        await server.start([SERVICE_NAME])
+        await server.start([SERVICE_NAME], parts=[stage.value for stage in fleet.pools])
+        fleet.on_change = lambda: server.set_parts(
+            {stage.value: bool(pool.serving) for stage, pool in fleet.pools.items()}
+        )
         ready = f"ready router grpc={server.bound} http={http_address}"
         if settings.admin_port is not None and among is None:
             admin = await start_admin(settings.admin_host, settings.admin_port, roster)
@@ -74,16 +83,28 @@ async def serve(settings: RouterSettings, among: Among | None = None) -> int:
         finding = asyncio.create_task(discovery.run())
         at_end.push_async_callback(_end, finding)
         try:
-            if await _first_of(stop, fleet.wait_until_serving()):
-                servicer.ready = True
-                server.set_serving(True)
-                print(ready, flush=True)
-                await _first_of(stop, fleet.monitor())
+            await _first_of(stop, _take_requests(fleet, servicer, server, ready))
         finally:
             servicer.ready = False
             logger.info("draining")
             await server.drain(settings.drain_timeout_s)
     return 0
+
+
+async def _take_requests(fleet: Fleet, servicer: RouterServicer, server: GrpcServer, ready: str) -> None:
+    """Until cancelled. Raises what `Fleet.wait_until_serving` does."""
+    every_stage = asyncio.ensure_future(fleet.wait_until_serving())
+    try:
+        await asyncio.wait({every_stage}, timeout=_FIRST_LOOK_S)
+        if every_stage.done():
+            every_stage.result()
+        servicer.ready = True
+        server.set_serving(True)
+        await every_stage
+    finally:
+        every_stage.cancel()
+    print(ready, flush=True)
+    await fleet.monitor()
 
 
 async def _stopped(server: GrpcServer, among: Among | None, roster: Roster) -> None:

@@ -24,10 +24,13 @@ from router.tenants import tenant_of
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "triptych.v1.Router"
+#: A worker that begins to serve is known that soon.
+_LOOK_AGAIN_S = 1.0
 
 
 class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # generated code has no types
-    """Event loop only. `ready` is set by the entry point once every stage serves."""
+    """Event loop only. `ready` is set by the entry point: the router takes requests. What a request lacks after that is
+    its own error."""
 
     def __init__(self, settings: RouterSettings, pipeline: Pipeline, metrics: RouterMetrics) -> None:
         self.ready = False
@@ -44,7 +47,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
     ) -> None:
         # Writes instead of yielding: a generator that is cancelled while its message is being sent would not learn of
         # it before it is collected.
-        async with guarded(context, "Router.Generate"):
+        async with guarded(context, "Router.Generate", _say_when):
             outcome = "error"
             try:
                 await self._generate(request, context)
@@ -60,7 +63,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
         request: router_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[router_pb2.GenerateRequest, router_pb2.GenerateResponse],
     ) -> None:
-        if not self.ready:
+        if not self.ready or not self._pipeline.fleet.has_agreed:
             for pool in self._pipeline.fleet.missing():
                 raise StageUnavailableError(pool.stage, "none of its workers serves yet")
             raise StageUnavailableError(Stage.ROUTER, "it is starting or stopping")
@@ -94,8 +97,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
     ) -> common_pb2.ServerInfo:
         async with guarded(context, "Router.GetServerInfo"):
             info = common_pb2.ServerInfo(version=version(), stage=Stage.ROUTER.value, instance_id=self._instance_id)
-            if self.ready:
-                fleet = self._pipeline.fleet
+            fleet = self._pipeline.fleet
+            if self.ready and fleet.has_agreed:
                 language = fleet.language_info
                 info.model = language.model
                 info.family = language.family
@@ -117,3 +120,10 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
                 num_requests_waiting=self._admission.num_waiting,
                 counters=self._metrics.counters(),
             )
+
+
+async def _say_when(error: Exception) -> Exception:
+    """A stage that has no worker now may have one a moment later."""
+    if isinstance(error, StageUnavailableError):
+        error.retry_after_s = _LOOK_AGAIN_S
+    return error

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from core.errors import DeadlineExceededError, StageUnavailableError, TriptychError
+from core.errors import DeadlineExceededError, OverloadedError, StageUnavailableError, TriptychError
 from core.keys import item_key
 from core.types import Stage
 from protos import decode_pb2, encoder_pb2, prefill_pb2
@@ -145,6 +145,12 @@ class Stages:
         return Attempt(assignment, call, self._watchdog, self._patience.stall_s, search.may_leave)
 
 
+def _keep_soonest(last: TriptychError, error: TriptychError) -> None:
+    """Where all that were asked are full, the one that has room first says when to come again."""
+    if isinstance(last, OverloadedError) and isinstance(error, OverloadedError) and last.retry_after_s is not None:
+        error.retry_after_s = min(last.retry_after_s, error.retry_after_s or last.retry_after_s)
+
+
 class Search:
     """The workers of one stage, one after the other, for one piece of work. Event loop only."""
 
@@ -180,6 +186,8 @@ class Search:
 
     def failed(self, failure: AttemptFailedError) -> None:
         """Go on to another worker. Raises the failure's error where the request may try no more."""
+        if self.failure is not None:
+            _keep_soonest(self.failure.error, failure.error)
         self.failure = failure
         assert self._current is not None
         self._tried.append(self._current)

@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from core.errors import OverloadedError
+from core.pace import Pace
 from router.metrics import RouterMetrics
-from router.pace import Pace
 from router.shares import Shares
 
 _MAX_IDLE_TENANTS = 1024

@@ -3,7 +3,8 @@
     start     options are checked, both ports are bound (so that one in use is found at once), health says NOT_SERVING
     engine    its process starts and loads; a failure here is one line and exit code 1 (2 where an option is at fault)
     ready     health says SERVING, one line on standard output names both ports
-    SIGTERM   NOT_SERVING at once, calls in flight finish, leased KV blocks are pulled or expire, exit code 0
+    SIGTERM   NOT_SERVING at once, calls in flight finish, leased KV blocks and the embeddings that this process alone
+              holds are pulled or expire, exit code 0
     death     of the engine: NOT_SERVING, calls in flight end UNAVAILABLE, exit code 1
 
 Which services a process offers follows from its roles. Stages may not import each other, so the servicers are found by
@@ -200,13 +201,13 @@ class _Life:
     async def _drain(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         await self._server.drain(timeout_s)
-        # Decode workers may still be pulling what was handed over; they hold handles that name this process.
-        while self._engine.stats.kv_leases and (left_s := deadline - time.monotonic()) > 0:
+        # Others may still be pulling what was handed over; they hold handles and item sources that name this process.
+        while self._engine.stats.num_leases and (left_s := deadline - time.monotonic()) > 0:
             self._leases_changed.clear()
             try:
                 await asyncio.wait_for(self._leases_changed.wait(), left_s)
             except TimeoutError:
-                logger.warning("%d leases were neither pulled nor released", self._engine.stats.kv_leases)
+                logger.warning("%d leases were neither pulled nor released", self._engine.stats.num_leases)
 
     def _on_stats(self, stats: EngineStats) -> None:
         self._leases_changed.set()

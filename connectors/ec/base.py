@@ -27,6 +27,7 @@ nothing but the store. The order of calls:
         start_load_caches           begin the loads ordered, on threads of the connector's own
         save_caches                 begin to store one item
         get_finished                what has been stored, loaded, or has failed since the last call
+        num_leased                  how much a drain has to wait for
         clear_connector_metadata    the step is over
     both
         take_counters               what happened that an operator would like to know
@@ -120,6 +121,7 @@ class ECConnectorOutput(Struct, array_like=True):
     seconds_loading: list[float] = field(default_factory=list)  # one value per item in finished_loading
     counters: dict[str, int] = field(default_factory=dict)  # the worker side's `take_counters`, filled in by the engine
     worker_metadata: bytes = b""  # a connector's own message to its scheduler side; the engine does not look inside
+    num_leased: int = 0  # the worker side's `num_leased`, filled in by the engine
 
     def __bool__(self) -> bool:
         return bool(
@@ -245,6 +247,13 @@ class ECConnectorBase(ABC):
     def clear_connector_metadata(self) -> None:
         """Forget this step's orders."""
         self._metadata = None
+
+    def num_leased(self) -> int:
+        """Producer, for connectors whose items end with this process: how many are still expected to be pulled from
+        here. A drain waits until there are none, or its time is over; so each must end by itself where nobody comes.
+        Asked at the end of each step, and a few times a second while there are any: `notify` when the last has gone.
+        """
+        return 0
 
     # ---- both ----
 

@@ -33,10 +33,11 @@ from connectors.ec.peer_lookups import PeerLookups
 from connectors.ec.peer_memory import ItemMemory
 from connectors.ec.peer_orders import Order, Question, Transfer
 from connectors.ec.peer_server import ItemServer
-from connectors.ec.peer_wire import Digest, Source, Token, new_instance, parse_source, token_of
+from connectors.ec.peer_wire import Digest, Source, new_instance, parse_source, token_of
 from connectors.ec.store import LoadTarget, is_digest
 from connectors.ec.store_connector import ECStoreConnector, StoreOptions
 from connectors.options import EC_EXTRA
+from connectors.peer_messages import Token
 from connectors.zmq_link import HOST_PATTERN, endpoint_of
 from core.errors import ConfigError
 from core.struct import field
@@ -59,9 +60,11 @@ class PeerOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 class ECPeerMetadata(ECConnectorMetadata, array_like=True):
-    """Besides the loads, where each can be had."""
+    """Besides the loads, where each can be had; and of the items held here, who wants them."""
 
     sources: dict[str, str] = field(default_factory=dict)  # key -> source
+    told: list[str] = field(default_factory=list)  # a consumer was told of these
+    own: list[str] = field(default_factory=list)  # … and it is this very engine
 
 
 class _Handshake(msgspec.Struct, frozen=True):
@@ -85,6 +88,9 @@ class ECPeerConnector(ECStoreConnector):
         self._identity: _Handshake | None = None
         self._sources: dict[str, Source] = {}  # worker side: of this step's loads
         self._held: set[str] = set()  # scheduler side: what the worker side says it holds
+        self._new: set[str] = set()  # scheduler side: of those, what came since the last step
+        self._told: list[str] = []  # scheduler side: for the next step, as `_own`
+        self._own: list[str] = []
         super().__init__(config, side)
         options = self.options
         limit_s = options.timeout_s
@@ -138,6 +144,8 @@ class ECPeerConnector(ECStoreConnector):
 
     def item_source(self, key: str) -> str:
         if key in self._held and self._identity is not None:
+            if key not in self._new:  # whoever waits for a new one may have it before this is known
+                self._told.append(key)
             token = token_of(bytes.fromhex(self._identity.secret), key)
             return str(Source(self._identity.address, self._identity.instance, token))
         source = self._peer_lookups.source_of(key)
@@ -149,6 +157,8 @@ class ECPeerConnector(ECStoreConnector):
             log.warning("an item source is not one of a peer: %.100r", source)
         elif self._client is not None:
             self._peer_lookups.add_source(key, parsed)
+            if self._identity is not None and parsed.instance == self._identity.instance:
+                self._own.append(key)
 
     def set_handshake(self, handshake: str) -> None:
         if handshake:
@@ -157,14 +167,19 @@ class ECPeerConnector(ECStoreConnector):
     def build_connector_meta(self) -> ECPeerMetadata:
         loads = super().build_connector_meta().loads
         found = ((load.key, self._peer_lookups.source_of(load.key)) for load in loads)
-        return ECPeerMetadata(loads, {key: str(source) for key, source in found if source is not None})
+        sources = {key: str(source) for key, source in found if source is not None}
+        told, own, self._told, self._own = self._told, self._own, [], []
+        self._new = set()
+        return ECPeerMetadata(loads, sources, told, own)
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
         for key in output.failed_loading:
             self._peer_lookups.forget(key)
         if output.worker_metadata:
-            for key, is_held in msgspec.msgpack.decode(output.worker_metadata, type=dict[str, bool]).items():
-                (self._held.add if is_held else self._held.discard)(key)
+            changes = msgspec.msgpack.decode(output.worker_metadata, type=dict[str, bool])
+            for key, is_held in changes.items():
+                for keys in (self._held, self._new):
+                    (keys.add if is_held else keys.discard)(key)
 
     def _put_question(self, question: Question) -> None:
         if self._client is not None:
@@ -177,9 +192,15 @@ class ECPeerConnector(ECStoreConnector):
 
     def bind_connector_metadata(self, metadata: ECConnectorMetadata) -> None:
         super().bind_connector_metadata(metadata)
-        sources = metadata.sources if isinstance(metadata, ECPeerMetadata) else {}
-        parsed = ((key, parse_source(source)) for key, source in sources.items())
+        self._sources = {}
+        if not isinstance(metadata, ECPeerMetadata):
+            return
+        parsed = ((key, parse_source(source)) for key, source in metadata.sources.items())
         self._sources = {key: source for key, source in parsed if source is not None}
+        for key in metadata.told:
+            self._memory.told(key)
+        for key in metadata.own:
+            self._memory.not_awaited(key)
 
     def save_caches(self, key: str, embeds: torch.Tensor) -> None:
         if self._server is None:
@@ -194,6 +215,9 @@ class ECPeerConnector(ECStoreConnector):
         if changes:
             output.worker_metadata = msgspec.msgpack.encode(changes)
         return output
+
+    def num_leased(self) -> int:
+        return self._memory.num_awaited()
 
     def _load(self, jobs: JobThreads, key: str, slice_: torch.Tensor, ordered_s: float) -> None:
         source = self._sources.get(key)
@@ -219,10 +243,6 @@ class ECPeerConnector(ECStoreConnector):
                 self._lookup_failures += 1
             self._peer_lookups.ended(order)
             self.config.notify()
-
-    def num_leased(self) -> int:
-        """Worker side: items that nobody has pulled yet and whose lease still runs. Any thread."""
-        return self._memory.num_leased()
 
     def take_counters(self) -> Mapping[str, int]:
         counters = dict(super().take_counters())

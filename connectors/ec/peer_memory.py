@@ -17,6 +17,9 @@ from connectors.ec.store import CHUNK_BYTES, ECStore, ItemError, LoadTarget, Sav
 ITEM_OVERHEAD_BYTES = 1024
 #: Somebody who asked for a chunk will ask for the next one; the item stays at least so long.
 _PULL_GRACE_S = 2.0
+#: How long somebody is expected who was told of an item that is not new: as a rule he has it and says nothing, else he
+#: asks at once.
+_TOLD_S = 2.0
 
 
 class HeldItem:
@@ -52,7 +55,12 @@ class HeldItem:
 
 class ItemMemory(ECStore):
     """At most `capacity_bytes`. A saved item is leased for `lease_s`: not evicted until it was pulled once or that time
-    is over. `changed` is called, on any thread, when `take_changes` has something to tell. Every method: any thread."""
+    is over. `changed` is called, on any thread, when `take_changes` or `num_awaited` has something to tell. Every
+    method: any thread.
+
+    An item is *awaited* while a consumer in another engine may come for it. That says nothing of eviction: were items
+    kept that are told of again and again, there would be no room for new ones.
+    """
 
     def __init__(self, capacity_bytes: int, lease_s: float, changed: Callable[[], None]) -> None:
         self._capacity_bytes = capacity_bytes
@@ -62,6 +70,7 @@ class ItemMemory(ECStore):
         self._items: OrderedDict[str, HeldItem] = OrderedDict()  # the one used least recently first
         self._used_bytes = 0  # of items, and of those being written
         self._changes: dict[str, bool] = {}
+        self._awaited: dict[str, float] = {}  # key -> until when, monotonic
         self._evictions = 0
         self._closed = False
 
@@ -70,7 +79,8 @@ class ItemMemory(ECStore):
             return [key in self._items for key in keys]
 
     def read(self, key: str, target: LoadTarget) -> None:
-        item = self.find(key)
+        with self._lock:
+            item = self._find(key)
         if item is None:
             raise ItemError("item is not held any more")
         if (item.dtype, item.shape) != (dtype_name(target.dtype), target.shape):
@@ -88,7 +98,7 @@ class ItemMemory(ECStore):
             present = self._items.get(key)
             if present is not None:
                 self._items.move_to_end(key)
-                present.leased_until_s = time.monotonic() + self._lease_s
+                self._awaited[key] = present.leased_until_s = time.monotonic() + self._lease_s
         if present is not None:
             if present.damaged_chunk() is None:
                 return
@@ -113,15 +123,15 @@ class ItemMemory(ECStore):
             if self._closed:
                 raise StoreError("closed")
             self._changes[key] = True
+            self._awaited[key] = item.leased_until_s
             self._items.setdefault(key, item)
 
     def find(self, key: str) -> HeldItem | None:
-        """The item, for somebody who is about to read some of it."""
+        """The item, for a consumer that is about to read some of it."""
         with self._lock:
-            item = self._items.get(key)
+            item = self._find(key)
             if item is not None:
-                self._items.move_to_end(key)
-                item.leased_until_s = max(item.leased_until_s, time.monotonic() + _PULL_GRACE_S)
+                self._await(key, _PULL_GRACE_S)
             return item
 
     def pulled(self, key: str) -> None:
@@ -129,6 +139,27 @@ class ItemMemory(ECStore):
         with self._lock:
             if key in self._items:
                 self._items[key].leased_until_s = 0.0
+        self.not_awaited(key)
+
+    def told(self, key: str) -> None:
+        """One more consumer knows where the item is, and may ask for it."""
+        with self._lock:
+            if key in self._items:
+                self._await(key, min(self._lease_s, _TOLD_S))
+
+    def asked(self, keys: Sequence[str]) -> None:
+        """A consumer lacks these, and will come for them when their requests' turn comes."""
+        with self._lock:
+            for key in keys:
+                if key in self._items:
+                    self._await(key, self._lease_s)
+
+    def not_awaited(self, key: str) -> None:
+        """Whoever was told of the item has it, or takes it from within this engine."""
+        with self._lock:
+            was_awaited = self._awaited.pop(key, None) is not None
+        if was_awaited:
+            self._changed()
 
     def drop(self, item: HeldItem) -> None:
         """It is damaged."""
@@ -144,11 +175,13 @@ class ItemMemory(ECStore):
             changes, self._changes = self._changes, {}
             return changes
 
-    def num_leased(self) -> int:
-        """Items that nobody has pulled yet, and whose lease still runs."""
+    def num_awaited(self) -> int:
+        """Items that a consumer may still come for."""
         now_s = time.monotonic()
         with self._lock:
-            return sum(item.leased_until_s > now_s for item in self._items.values())
+            for key in [key for key, until_s in self._awaited.items() if until_s <= now_s]:
+                del self._awaited[key]
+            return len(self._awaited)
 
     def take_counters(self) -> Mapping[str, int]:
         with self._lock:
@@ -159,6 +192,7 @@ class ItemMemory(ECStore):
         with self._lock:
             self._closed = True
             self._items.clear()
+            self._awaited.clear()
 
     def _reserve(self, cost_bytes: int) -> None:
         """Make room. Raises ItemError where there is none; then nothing was evicted."""
@@ -182,8 +216,19 @@ class ItemMemory(ECStore):
             self._evictions += len(victims)
             self._used_bytes += cost_bytes
 
+    def _find(self, key: str) -> HeldItem | None:
+        item = self._items.get(key)
+        if item is not None:
+            self._items.move_to_end(key)
+            item.leased_until_s = max(item.leased_until_s, time.monotonic() + _PULL_GRACE_S)
+        return item
+
+    def _await(self, key: str, for_s: float) -> None:
+        self._awaited[key] = max(self._awaited.get(key, 0.0), time.monotonic() + for_s)
+
     def _remove(self, item: HeldItem) -> None:
         del self._items[item.key]
+        self._awaited.pop(item.key, None)
         self._used_bytes -= item.cost_bytes
         self._changes[item.key] = False
 

@@ -14,7 +14,6 @@ import zmq
 
 from connectors.ec.peer_memory import HeldItem, ItemMemory
 from connectors.ec.peer_wire import (
-    MAX_HEADER_BYTES,
     WIRE_VERSION,
     Answer,
     Ask,
@@ -24,7 +23,6 @@ from connectors.ec.peer_wire import (
     Found,
     Hello,
     Item,
-    MalformedError,
     Open,
     Pull,
     Refused,
@@ -35,7 +33,8 @@ from connectors.ec.peer_wire import (
     encode,
     token_of,
 )
-from connectors.kv.waker import Waker
+from connectors.peer_messages import MAX_HEADER_BYTES, MalformedError
+from connectors.waker import Waker
 from connectors.zmq_link import bind_router
 
 log = logging.getLogger(__name__)
@@ -104,8 +103,10 @@ class ItemServer:
         if isinstance(request, Hello):
             self._reply(identity, self._greet(request))
         elif isinstance(request, Ask):
-            held = self._memory.contains([key for key, _ in request.items])
+            keys = [key for key, _ in request.items]
+            held = self._memory.contains(keys)
             entitled = [self._entitles(key, token) for key, token in request.items]
+            self._memory.asked([key for key, may in zip(keys, entitled, strict=True) if may])
             self._reply(identity, Found(request.sequence, [a and b for a, b in zip(held, entitled, strict=True)]))
         elif isinstance(request, Done):
             if self._entitles(request.key, request.token):

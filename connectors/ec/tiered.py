@@ -256,6 +256,9 @@ class ECTieredConnector(ECConnectorBase):
         self._worker.collect()
         return self._worker.take_output()
 
+    def num_leased(self) -> int:
+        return sum(tier.num_leased() for tier in self._tiers)
+
     def _slice_of(self, load: ECLoad) -> torch.Tensor:
         return self._buffer[load.where.start : load.where.start + load.where.num_rows]  # [num_embeds, width]
 

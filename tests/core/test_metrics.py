@@ -49,6 +49,7 @@ class Stats:
     encoder_cache_items: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     observations: dict[str, list[float]] = field(default_factory=dict)
+    ec_leases: int = 0
 
 
 def value(metrics: StageMetrics, name: str, **labels: str) -> float | None:
@@ -81,10 +82,11 @@ def test_totals_become_increments() -> None:
 
 def test_gauges_follow_and_usage_is_a_share() -> None:
     metrics = StageMetrics(Stage.DECODE)
-    metrics.update(Stats(num_running=2, num_waiting=5, kv_blocks_total=8, kv_blocks_held=2, kv_leases=1))
+    metrics.update(Stats(num_running=2, num_waiting=5, kv_blocks_total=8, kv_blocks_held=2, kv_leases=1, ec_leases=4))
     assert value(metrics, "kv_cache_usage_perc") == 0.25
     assert value(metrics, "num_requests_running") == 2
     assert value(metrics, "kv_leases") == 1
+    assert value(metrics, "ec_leases") == 4
     metrics.update(Stats())
     assert value(metrics, "kv_cache_usage_perc") == 0
     assert value(metrics, "num_requests_running") == 0

@@ -30,7 +30,7 @@ from protos import decode_pb2, decode_pb2_grpc, encoder_pb2, encoder_pb2_grpc
 ENCODER = "triptych.v1.Encoder"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-WAIT_S = 5.0
+WAIT_S = 30.0
 
 
 class Servicer(encoder_pb2_grpc.EncoderServicer, decode_pb2_grpc.DecodeServicer):
@@ -100,6 +100,27 @@ async def test_health_follows_set_serving_overall_and_by_name() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await health_of(channel, "triptych.v1.Nothing")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_parts_have_a_status_of_their_own_until_the_drain() -> None:
+    server = GrpcServer("127.0.0.1", 0)
+    with pytest.raises(RuntimeError):
+        server.set_parts({"one": True})
+    await server.start([], parts=["one", "two"])
+    async with grpc.aio.insecure_channel(server.bound) as channel:
+        server.set_serving(True)
+        assert [await health_of(channel, name) for name in ("", "one", "two")] == [SERVING, NOT_SERVING, NOT_SERVING]
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="one"), timeout=WAIT_S)
+        assert (await watch.read()).status == NOT_SERVING
+        server.set_parts({"one": True, "two": False})
+        assert (await watch.read()).status == SERVING
+        assert await health_of(channel, "two") == NOT_SERVING
+        with pytest.raises(KeyError):
+            server.set_parts({"three": True})
+        drained = asyncio.create_task(server.drain(60))
+        assert (await watch.read()).status == NOT_SERVING
+        assert await watch.read() is grpc.aio.EOF
+        await asyncio.wait_for(drained, WAIT_S)
 
 
 async def test_liveness_is_no_readiness() -> None:
@@ -182,7 +203,7 @@ async def test_a_drain_cancels_what_outlasts_its_grace() -> None:
         call = encoder_pb2_grpc.EncoderStub(channel).Encode(encoder_pb2.EncodeRequest(), timeout=WAIT_S)
         await asyncio.wait_for(servicer.entered.wait(), WAIT_S)
         await asyncio.wait_for(server.drain(0.05), WAIT_S)
-        assert servicer.cancelled.is_set()
+        await asyncio.wait_for(servicer.cancelled.wait(), WAIT_S)
         with pytest.raises(grpc.aio.AioRpcError):
             await call
 

@@ -279,13 +279,13 @@ class Bench:
         pool = self.kv.pool
         assert {block: pool.refs(block) for block in range(pool.num_blocks) if pool.refs(block)} == held
         assert pool.num_held == len(held), "a block is lost, or free and held"
-        for request in scheduler._running:  # nobody writes to what others share
+        for request in scheduler._lists.running:  # nobody writes to what others share
             for block in request.block_ids[request.num_executed_tokens // self.kv.block_size :]:
                 assert pool.refs(block) == 1, "a block that is written to is in two hands"
-        for request in scheduler._waiting:
+        for request in scheduler._lists.waiting:
             assert not request.block_ids, "a request that waits for its first turn holds blocks"
             assert not request.held_items, "a request that waits for its first turn holds items"
-        assert len(scheduler._known) <= scheduler.settings.max_num_seqs
+        assert len(scheduler._lists.in_runner) <= scheduler.settings.max_num_seqs
         rows = sorted((i.where.start, i.where.num_rows) for i in self.cache._items.values())
         rows += sorted((hole.start, hole.num_rows) for hole in self.cache._free)
         place = 0

@@ -293,7 +293,7 @@ async def cluster(
     router_pb2_grpc.add_RouterServicer_to_server(servicer, server.server)
     await server.start([SERVICE_NAME])
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await fleet.wait_until_serving()
         servicer.ready = True
         server.set_serving(True)
@@ -302,7 +302,7 @@ async def cluster(
                 **stubs, pipeline=pipeline, metrics=metrics, fleet=fleet, address=server.bound,
                 channel=channel, stub=router_pb2_grpc.RouterStub(channel),
             )  # fmt: skip
-        await server.drain(1)
+        await server.drain(10)
         assert len(pipeline.inflight) == len(pipeline.watchdog) == 0
         assert metrics.running._value.get() == 0
     finally:
@@ -336,7 +336,7 @@ def chat(*parts: str | bytes, max_tokens: int = 5, **fields) -> router_pb2.Gener
     return router_pb2.GenerateRequest(chat=common_pb2.ChatPrompt(messages=[message]), sampling=sampling, **fields)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
     """Wait for what wakes nobody: a counter of the router's."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110

@@ -10,11 +10,11 @@ import pytest
 from google.protobuf.any_pb2 import Any as AnyMessage
 
 from core.errors import InvalidRequestError, OverloadedError
+from core.pace import Pace
 from core.retry_after import retry_after_s
 from protos import retry_pb2
 from router.admission import Admission
 from router.metrics import RouterMetrics
-from router.pace import Pace
 from router.settings import RouterSettings
 from router.shares import Shares
 from router.tenants import tenant_of
@@ -187,7 +187,7 @@ async def test_a_refusal_says_when_to_come_again_to_each_kind_of_client() -> Non
     async with cluster(max_inflight=1) as c:
         c.prefills[0].gate = asyncio.Event()
         held = asyncio.ensure_future(collect(c.stub.Generate(chat("hello"), timeout=10)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await c.prefills[0].entered.get()
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await collect(c.stub.Generate(chat("hello")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import grpc
 import pytest
@@ -13,6 +12,8 @@ from tests.router.stubs import FIRST_TOKEN, chat, cluster, collect, image_file, 
 
 FIVE = [FIRST_TOKEN + i for i in range(5)]
 EIGHT = [FIRST_TOKEN + i for i in range(8)]
+#: Half of what the client's own deadline would take, on a busy machine too.
+SOON_S = 5
 
 
 async def failure(call) -> tuple[grpc.StatusCode, str]:
@@ -67,7 +68,7 @@ async def test_an_item_may_vanish_again_once_it_was_used() -> None:
         decode, gate = c.decodes[0], asyncio.Event()
         decode.gate = gate
         answer = asyncio.ensure_future(collect(c.stub.Generate(chat(b"one", "?", max_tokens=8), timeout=10)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             for after in (1, 0, 2, None):
                 await decode.entered.get()
                 decode.missing_after = after
@@ -151,7 +152,7 @@ async def test_a_worker_that_comes_back_is_used_again() -> None:
         code, _ = await failure(c.stub.Generate(chat("hello")))
         assert code == grpc.StatusCode.UNAVAILABLE
         await c.prefills[0].start(port)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await c.fleet.wait_until_serving()
         token_ids, _, _ = await collect(c.stub.Generate(chat("hello")))
         assert token_ids == FIVE
@@ -187,11 +188,11 @@ async def test_an_error_of_the_encoder_says_which_image_and_stops_the_others() -
         encoder.Encode = second_fails
         await encoder.stop()  # the handler is looked up when the server is made
         await encoder.start(encoder.server.port)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await c.fleet.wait_until_serving()
         code, details = await failure(c.stub.Generate(chat(b"one", b"two", "?"), timeout=10))
         assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "image 2: not an image")
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(SOON_S):
             await encoder.cancelled.wait()
 
 
@@ -201,10 +202,10 @@ async def test_a_cancel_reaches_the_stage_and_frees_the_blocks(stage: str) -> No
         stub = getattr(c, stage)[0]
         stub.gate = asyncio.Event()
         call = c.stub.Generate(chat(b"one", "?"), timeout=10)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await stub.entered.get()
         call.cancel()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(SOON_S):
             await stub.cancelled.wait()
             if stage != "encoders":
                 released = await c.prefills[0].released.get()
@@ -212,7 +213,7 @@ async def test_a_cancel_reaches_the_stage_and_frees_the_blocks(stage: str) -> No
                 assert released.HasField("kv") == (stage == "decodes")
                 assert released.request_id == c.prefills[0].requests[0].request_id
         assert not c.prefills[0].leases
-        await until(lambda: c.metrics.counters()['router_requests_total{outcome="cancelled"}'] == 1, 1)
+        await until(lambda: c.metrics.counters()['router_requests_total{outcome="cancelled"}'] == 1)
 
 
 async def test_a_cancel_in_mid_stream_ends_decode_and_releases_nothing() -> None:
@@ -222,7 +223,7 @@ async def test_a_cancel_in_mid_stream_ends_decode_and_releases_nothing() -> None
         for _ in range(3):
             await call.read()
         call.cancel()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(SOON_S):
             await c.decodes[0].cancelled.wait()
         await c.pipeline.releases.close()
         assert c.prefills[0].released.empty()  # decode had pulled them
@@ -233,39 +234,37 @@ async def test_the_deadline_reaches_every_stage_and_shrinks(stage: str) -> None:
     async with cluster() as c:
         stub = getattr(c, stage)[0]
         stub.gate = asyncio.Event()
-        began = time.monotonic()
-        code, _ = await failure(c.stub.Generate(chat(b"one", "?"), timeout=0.5))
+        code, _ = await failure(c.stub.Generate(chat(b"one", "?"), timeout=1))
         assert code == grpc.StatusCode.DEADLINE_EXCEEDED
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(SOON_S):
             await stub.cancelled.wait()
-        assert time.monotonic() - began < 1.5
         left = [those[0].time_left_s[0] for those in (c.encoders, c.prefills, c.decodes) if those[0].time_left_s]
         assert left
-        assert all(0 < seconds <= 0.55 for seconds in left), left  # gRPC rounds a timeout up on the wire
+        assert all(0 < seconds <= 1.1 for seconds in left), left  # gRPC rounds a timeout up on the wire
         await c.pipeline.releases.close()
         assert not c.prefills[0].leases
 
 
 async def test_a_client_without_a_deadline_gets_the_routers() -> None:
-    async with cluster(request_timeout_s=0.3) as c:
+    async with cluster(request_timeout_s=1) as c:
         c.decodes[0].hold_after = 1
         code, details = await failure(c.stub.Generate(chat("hello")))
         assert code == grpc.StatusCode.DEADLINE_EXCEEDED
         assert "deadline passed" in details
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(SOON_S):
             await c.decodes[0].cancelled.wait()
 
 
 async def test_a_shared_encoding_begun_under_a_short_deadline_serves_the_longer_one() -> None:
     async with cluster() as c:
         c.encoders[0].gate = asyncio.Event()
-        short = asyncio.ensure_future(failure(c.stub.Generate(chat(b"same", "?"), timeout=0.3)))
-        async with asyncio.timeout(10):
+        short = asyncio.ensure_future(failure(c.stub.Generate(chat(b"same", "?"), timeout=1)))
+        async with asyncio.timeout(30):
             await c.encoders[0].entered.get()
         long = asyncio.ensure_future(collect(c.stub.Generate(chat(b"same", "?"), timeout=10)))
         code, _ = await short
         assert code == grpc.StatusCode.DEADLINE_EXCEEDED
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await c.encoders[0].entered.get()  # begun anew
         c.encoders[0].gate.set()
         token_ids, _, _ = await long

@@ -57,7 +57,7 @@ async def fleet_of(
     )
     fleet = Fleet(config, RouterMetrics())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             if serving:
                 await fleet.wait_until_serving()
             yield fleet
@@ -209,7 +209,7 @@ async def test_a_full_worker_is_not_the_first_choice_for_a_moment() -> None:
 
 async def test_a_silent_worker_is_lost_and_those_who_wait_for_it_are_told() -> None:
     silent, other = SilentDecode([]), StubDecode([])
-    async with fleet_of(silent, other, settings={"worker_timeout_s": 0.4}) as fleet:
+    async with fleet_of(silent, other, settings={"worker_timeout_s": 1.0}) as fleet:
         first, second = by_address(fleet, silent), by_address(fleet, other)
         await until(lambda: first.serving and second.serving)
         told = asyncio.Event()

@@ -48,5 +48,7 @@ async def test_requests_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -
         before = await num_objects(c)
         await ask(c, 200)
         # Far less than one object a request: what grows with time, logs and metrics say.
-        assert await num_objects(c) - before < 100
+        async with asyncio.timeout(60):
+            while await num_objects(c) - before >= 100:
+                pass  # a busy machine takes longer to end what was cancelled
         assert c.retries("decode", "lost") > 0

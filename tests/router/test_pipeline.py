@@ -71,7 +71,7 @@ async def test_images_are_encoded_in_parallel_and_arrive_in_prompt_order() -> No
         c.encoders[0].gate = asyncio.Event()
         images = [b"one", b"two", b"three"]
         call = asyncio.ensure_future(collect(c.stub.Generate(chat(*images, "?"), timeout=10)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             for _ in images:
                 await c.encoders[0].entered.get()
         assert c.encoders[0].num_running == 3
@@ -102,7 +102,7 @@ async def test_a_shared_encoding_outlives_the_request_that_began_it() -> None:
     async with cluster() as c:
         c.encoders[0].gate = asyncio.Event()
         first = c.stub.Generate(chat(b"same", "?"), timeout=10)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await c.encoders[0].entered.get()
         second = asyncio.ensure_future(collect(c.stub.Generate(chat(b"same", "?"), timeout=10)))
         await until(lambda: c.metrics.counters()["router_images_joined_total"] == 1)
@@ -164,7 +164,7 @@ async def test_overload_is_refused_at_once() -> None:
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         c.prefills[0].gate = asyncio.Event()
         held = asyncio.ensure_future(collect(c.stub.Generate(chat("hello"), timeout=10)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await c.prefills[0].entered.get()
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await collect(c.stub.Generate(chat("hello")))

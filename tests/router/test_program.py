@@ -13,14 +13,17 @@ from pathlib import Path
 
 import aiohttp
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from core.ports import free_ports
 from protos import router_pb2_grpc
 from tests.router.stubs import Stub, StubDecode, StubEncoder, StubPrefill, chat, collect
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @asynccontextmanager
@@ -48,7 +51,7 @@ async def program(*args: str, run: tuple[str, ...] = ("-m", "router")) -> AsyncI
         env={name: value for name, value in os.environ.items() if not name.startswith("TRIPTYCH_")},
     )  # fmt: skip
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             yield process
     finally:
         if process.returncode is None:
@@ -93,23 +96,49 @@ async def test_serves_and_drains_on_sigterm() -> None:
         assert await process.wait() == 0
 
 
-async def test_waits_for_its_workers_and_says_so() -> None:
+async def test_it_is_ready_without_its_workers_and_says_which_it_lacks() -> None:
+    """Readiness says that it takes requests. Were it to follow the workers, all routers would go with them."""
     async with stages() as stubs:
         stubs[1].server.set_serving(False)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        args = ("--port", str(port), "--http-port", "0", *addresses(stubs))
-        async with program(*args, run=("router",)) as process:
+        port, http_port = free_ports(2)
+        args = ("--port", str(port), "--http-port", str(http_port), *addresses(stubs))
+        async with (
+            program(*args, run=("router",)) as process,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+            aiohttp.ClientSession() as http,
+        ):
             while b"waiting for prefill" not in await process.stderr.readline():
                 pass
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                answer = await health_pb2_grpc.HealthStub(channel).Check(
-                    health_pb2.HealthCheckRequest(), wait_for_ready=True
-                )
-                assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            health = health_pb2_grpc.HealthStub(channel)
+
+            async def becomes(service: str, status: int) -> None:
+                async for answer in health.Watch(health_pb2.HealthCheckRequest(service=service), timeout=20):
+                    if answer.status == status:
+                        return
+
+            await becomes("triptych.v1.Router", SERVING)
+            await becomes("", SERVING)
+            await becomes("encoder", SERVING)
+            await becomes("prefill", NOT_SERVING)
+            async with http.get(f"http://127.0.0.1:{http_port}/ready") as response:
+                assert (response.status, await response.text()) == (200, "ready\nno worker serves prefill\n")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await collect(router_pb2_grpc.RouterStub(channel).Generate(chat("hello"), timeout=20))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert refused.value.details() == "prefill is unavailable: none of its workers serves yet"
+            assert dict(refused.value.trailing_metadata() or ())["retry-after"] == "1"
             stubs[1].server.set_serving(True)
-            await ready(process)
+            await ready(process)  # this line is said only now
+            await becomes("prefill", SERVING)
+            assert len((await collect(router_pb2_grpc.RouterStub(channel).Generate(chat("hello"), timeout=20)))[0]) == 5
+            stubs[1].server.set_serving(False)
+            await becomes("prefill", NOT_SERVING)
+            await becomes("", SERVING)
+            stubs[1].failures = [(grpc.StatusCode.UNAVAILABLE, "prefill is unavailable: its engine died")] * 9
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await collect(router_pb2_grpc.RouterStub(channel).Generate(chat("hello"), timeout=20))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert dict(refused.value.trailing_metadata() or ())["retry-after"] == "1"
 
 
 async def test_stages_that_disagree_are_refused_with_both_values() -> None:

@@ -87,8 +87,8 @@ class FakeEngine:
         """What a lost engine process looks like."""
         self._death.set_result(reason)
 
-    def set_leases(self, num_leases: int) -> None:
-        self.stats = msgspec.structs.replace(self.stats, kv_leases=num_leases)
+    def set_leases(self, num_leases: int, kind: str = "kv_leases") -> None:
+        self.stats = msgspec.structs.replace(self.stats, **{kind: num_leases})
         if self.on_stats is not None:
             self.on_stats(self.stats)
 

@@ -23,7 +23,7 @@ from core.server import CHANNEL_OPTIONS
 from protos import common_pb2, encoder_pb2, encoder_pb2_grpc, prefill_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 20.0
+WAIT_S = 60.0
 STAGES = ["encoder", "prefill", "decode"]
 
 

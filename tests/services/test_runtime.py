@@ -17,7 +17,7 @@ from engine.protocol import EngineStats
 from services.runtime import run, services_of
 from tests.services.fake_engine import FakeEngine
 
-WAIT_S = 5.0
+WAIT_S = 30.0
 E, P, D = Stage.ENCODER, Stage.PREFILL, Stage.DECODE
 
 
@@ -83,18 +83,19 @@ def when_logged() -> Iterator[Callable[[str], asyncio.Event]]:
     logger.setLevel(logging.NOTSET)
 
 
-async def test_a_drain_waits_for_leases(when_logged: Callable[[str], asyncio.Event]) -> None:
+@pytest.mark.parametrize("kind", ["kv_leases", "ec_leases"])
+async def test_a_drain_waits_for_leases(when_logged: Callable[[str], asyncio.Event], kind: str) -> None:
     running = Running(drain_timeout_s=60)
     await asyncio.wait_for(running.ready.wait(), WAIT_S)
-    running.engine.set_leases(2)
+    running.engine.set_leases(2, kind)
     draining = when_logged("draining")
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(draining.wait(), WAIT_S)
-    running.engine.set_leases(1)
+    running.engine.set_leases(1, kind)
     done, _ = await asyncio.wait({running.code}, timeout=0.2)
     assert not done
     assert not running.engine.stopped
-    running.engine.set_leases(0)
+    running.engine.set_leases(0, kind)
     assert await asyncio.wait_for(running.code, WAIT_S) == 0
     assert running.engine.stopped
 

@@ -25,7 +25,7 @@ from services.prefill.leases import Leases
 from services.worker import Worker
 from tests.services.fake_engine import IMAGE_TOKEN, NAMESPACE, VOCAB_SIZE, WIDTH, FakeEngine
 
-WAIT_S = 5.0
+WAIT_S = 30.0
 FEATURE = Feature("0a" * 32, 3, (1, 4, 4), WIDTH)
 HANDLE = KVHandle("FakeConnector", b"blocks", 5)
 CONFIG = EngineConfig(
@@ -292,7 +292,7 @@ async def test_a_prefill_past_its_deadline_is_aborted() -> None:
     async with serving() as stubs:
         stubs.engine.gate.clear()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stubs.prefill.Prefill(chat_request(), timeout=0.2)
+            await stubs.prefill.Prefill(chat_request(), timeout=1)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await asyncio.wait_for(stubs.engine.aborted_one.wait(), WAIT_S)
 
@@ -388,6 +388,20 @@ async def test_the_engine_s_errors_keep_their_meaning(error: Exception, code: gr
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert (caught.value.code(), caught.value.details()) == (code, str(error))
+
+
+async def test_a_full_engine_says_when_to_come_again() -> None:
+    async with serving() as stubs:
+        stubs.engine.error = OverloadedError("prefill-0: full", retry_after_s=2.5)
+        for call in (
+            stubs.encoder.Encode(encode_request(), timeout=WAIT_S),
+            stubs.prefill.Prefill(chat_request(), timeout=WAIT_S),
+            stubs.decode.Decode(decode_request(), timeout=WAIT_S).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            trailers = dict(caught.value.trailing_metadata() or ())
+            assert (trailers["retry-after"], trailers["grpc-retry-pushback-ms"]) == ("3", "2500")
 
 
 async def test_before_the_engine_is_ready_every_call_is_unavailable() -> None:

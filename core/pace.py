@@ -12,7 +12,8 @@ _MAX_S = 60.0
 
 
 class Pace:
-    """Work done per second of those in which there was any. Event loop only; times on its clock, in seconds."""
+    """Work done per second of those in which there was any. One thread; times on one clock that is never set, in
+    seconds."""
 
     def __init__(self, now_s: float) -> None:
         self._at_s = now_s

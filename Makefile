@@ -9,7 +9,7 @@ PODMAN_PACKAGES := podman buildah runc netavark aardvark-dns catatonit iptables
 OLDEST := .cache/transformers-5.17/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test kit lint image cluster-check bench bench-gpu train protos clean
+.PHONY: help install demo up test kit lint image cluster-check cluster-check-possible bench bench-gpu train protos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,10 @@ image: ## build both container images with podman or docker (BASE=debian: withou
 cluster-check: $(STAMP) ## run the rendered manifests with podman: roll, scale, kill (as root, after make image)
 	command -v podman >/dev/null || sh .ci/system-packages $(PODMAN_PACKAGES)
 	$(BIN)/python -m k8s.tools.cluster_check
+
+cluster-check-possible: $(STAMP) ## whether containers can run here; else one line that says what is missing
+	command -v podman >/dev/null || sh .ci/system-packages $(PODMAN_PACKAGES)
+	@$(BIN)/python -m k8s.tools.possible
 
 bench: $(STAMP) ## throughput and latency beside transformers, same model, same run
 	$(BIN)/python -m benchmarks.serving

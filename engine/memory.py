@@ -20,6 +20,7 @@ _CPU_SHARE = 0.25
 _BUFFER_STEPS = 8
 #: and at most this share of what is left.
 _BUFFER_SHARE = 0.25
+_UNLIMITED = 1 << 62
 
 
 class CacheSizes(Struct, frozen=True):
@@ -92,12 +93,22 @@ def _buffer_rows(needs: CacheNeeds, available: int) -> int:
     return min(wanted, affordable)
 
 
-def _cgroup_free() -> int:
-    """Bytes left under this container's limit; a very large number where there is none."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-    except (OSError, ValueError):
-        return 1 << 62
-    return 1 << 62 if limit == "max" else max(0, int(limit) - used)
+def _cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes left under this container's limit, of cgroups v2 or v1; a very large number where there is none.
+
+    Pages of files that the kernel can drop at once count as left, as a kubelet counts them: reading weights fills a
+    container's limit with such pages.
+    """
+    for folder, limit_name, used_name, droppable_name in (
+        (root, "memory.max", "memory.current", "inactive_file"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (folder / limit_name).read_text().strip()
+            used = int((folder / used_name).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            droppable = int(stat.get(droppable_name, 0))
+            return _UNLIMITED if limit == "max" else max(0, int(limit) - used + droppable)
+        except (OSError, ValueError):
+            continue
+    return _UNLIMITED

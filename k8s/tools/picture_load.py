@@ -16,7 +16,7 @@ from core.server import CHANNEL_OPTIONS
 from demo.questions import Question, held_out
 from protos import common_pb2, router_pb2_grpc
 
-_TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0
 _MAX_TOKENS = 64
 #: Few enough that pictures come again, and the store is used.
 _NUM_QUESTIONS = 24
@@ -33,6 +33,12 @@ class Tally(msgspec.Struct):
     @property
     def total(self) -> int:
         return self.right + self.wrong + len(self.failures)
+
+    def add(self, more: Tally) -> None:
+        self.right += more.right
+        self.wrong += more.wrong
+        self.failures += more.failures
+        self.slowest_s = max(self.slowest_s, more.slowest_s)
 
     def __str__(self) -> str:
         by_code = Counter(failure.partition(":")[0] for failure in self.failures)
@@ -65,7 +71,7 @@ class PictureLoad:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(timeout=_TIMEOUT_S + 5)
+            thread.join(timeout=TIMEOUT_S + 5)
 
     def rehearse(self) -> int:
         """Ask everything once, before the threads do, and keep only what the model answers rightly; says how many.
@@ -90,7 +96,7 @@ class PictureLoad:
         request = image_request(question.prompt, question.pictures, sampling)
         with grpc.insecure_channel(f"{self._rng.choice(endpoints)}:{self._port}", options=CHANNEL_OPTIONS) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
-            return "".join(response.text for response in stub.Generate(request, timeout=_TIMEOUT_S))
+            return "".join(response.text for response in stub.Generate(request, timeout=TIMEOUT_S))
 
     def _run(self) -> None:
         while not self._stop.is_set():

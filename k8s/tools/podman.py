@@ -17,19 +17,28 @@ class PodmanError(Exception):
     """A command failed, or took too long. One line."""
 
 
-def podman(*args: str, timeout_s: float = _TIMEOUT_S, check: bool = True) -> str:
-    """What `podman ARGS` printed. Raises PodmanError unless it ended well, or `check` is false."""
+def podman(*args: str, timeout_s: float = _TIMEOUT_S, check: bool = True, merged: bool = False) -> str:
+    """What `podman ARGS` printed on standard output; `merged`, on standard error too.
+
+    Raises PodmanError unless it ended well, or `check` is false.
+    """
     program = shutil.which("podman")
     if program is None:
         raise PodmanError("podman is not installed; on Debian: apt-get install podman runc netavark aardvark-dns")
     try:
         done = subprocess.run(  # noqa: S603 - a list of our own making, no shell
-            [program, *args], capture_output=True, text=True, timeout=timeout_s, check=False, env=_environment()
+            [program, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merged else subprocess.PIPE,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env=_environment(),
         )
     except subprocess.TimeoutExpired:
         raise PodmanError(f"podman {args[0]} took longer than {timeout_s:g} s") from None
     if check and done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         raise PodmanError(f"podman {args[0]}: {said[-1]}")
     return done.stdout
 

@@ -13,6 +13,8 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -34,8 +36,18 @@ _SUBNETS = 64
 class PodmanCluster:
     """One kustomization, running. Use as a context manager. `roll`, `scale` and `restart` from one thread at a time."""
 
-    def __init__(self, overlay: Path) -> None:
-        """Raises ManifestError for what does not render or is not understood, PodmanError for an absent image."""
+    def __init__(
+        self,
+        overlay: Path,
+        *,
+        later: Collection[str] = (),
+        secrets: Mapping[tuple[str, str], str] | None = None,
+    ) -> None:
+        """Workloads named in `later` begin with no pods, for `scale`. `secrets` are those that the cluster has, by name
+        and key.
+
+        Raises ManifestError for what does not render or is not understood, PodmanError for an absent image.
+        """
         objects = render(overlay)
         unknown = {made["kind"] for made in objects} - LEFT_OUT - _UNDERSTOOD
         if unknown:
@@ -46,6 +58,8 @@ class PodmanCluster:
             if not image_exists(workload.container["image"]):
                 raise PodmanError(f"there is no image {workload.container['image']}; make image, or with BASE=debian")
         self._objects = objects
+        self._later = later
+        self._secrets = dict(secrets or {})
         self._lock = threading.Lock()
         self._pods: dict[str, list[Pod]] = {name: [] for name in self.workloads}
         self._folder: Path | None = None
@@ -56,8 +70,9 @@ class PodmanCluster:
         self._folder.chmod(0o755)  # containers read their configuration there as another user
         try:
             self._place = self._make_network(self._folder)
+            self._place.secrets.update(self._secrets)
             for name, workload in self.workloads.items():
-                for _ in range(workload.replicas):
+                for _ in range(0 if name in self._later else workload.replicas):
                     self._add(name)
             self.wait_ready()
         except BaseException:
@@ -110,20 +125,40 @@ class PodmanCluster:
             self._retire(old)
             self._add(name).wait_ready(time.monotonic() + _READY_S)
 
-    def scale(self, name: str, replicas: int) -> None:
-        """More pods, or fewer: the youngest go first."""
-        for pod in self.pods(name)[replicas:]:
-            self._retire(pod)
-        new = [self._add(name) for _ in range(replicas - len(self.pods(name)))]
+    def scale(self, replicas: Mapping[str, int]) -> None:
+        """More pods of these workloads, or fewer, all at a time: the youngest go first."""
+        new = [self._add(name) for name, wanted in replicas.items() for _ in range(wanted - len(self.pods(name)))]
+        old = [pod for name, wanted in replicas.items() for pod in self.pods(name)[wanted:]]
+        with ThreadPoolExecutor(max_workers=max(1, len(old))) as threads:
+            list(threads.map(self._retire, old))
         for pod in new:
             pod.wait_ready(time.monotonic() + _READY_S)
 
-    def _add(self, name: str) -> Pod:
+    def add_strange(self, workload: Workload) -> Pod:
+        """A pod unlike those of the workload of its name, beside them. `discard` it: it may never be ready."""
+        return self._start(workload)
+
+    def fill_claim(self, name: str, archive: Path) -> None:
+        """A claim of that name, with what is in a tar file. To be called before a pod mounts it."""
         assert self._place is not None
-        workload: Workload = self.workloads[name]
+        volume = self._place.volume(name)
+        podman("volume", "create", volume)
+        podman("volume", "import", volume, str(archive))
+
+    def discard(self, pod: Pod) -> None:
+        """Gone at once, whatever state it is in."""
+        with self._lock:
+            self._pods[pod.workload.name].remove(pod)
+        pod.discard()
+
+    def _add(self, name: str) -> Pod:
+        return self._start(self.workloads[name])
+
+    def _start(self, workload: Workload) -> Pod:
+        assert self._place is not None
         pod = Pod(workload, self._place)
         with self._lock:
-            self._pods[name].append(pod)
+            self._pods[workload.name].append(pod)
         return pod
 
     def _retire(self, pod: Pod) -> None:

@@ -5,6 +5,7 @@ A pod's thread starts the container again when it has ended, asks its probes and
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -42,6 +43,12 @@ class Place:
         self.volumes: set[str] = set()
         self._subnet = subnet.rpartition(".")[0]
         self._next = 10
+
+    def volume(self, claim: str) -> str:
+        """podman's name for it; removed in the end."""
+        name = f"{self.name}-{claim}"
+        self.volumes.add(name)
+        return name
 
     def address(self) -> str:
         """An address that no pod of this run has had. Raises ManifestError once there are none left."""
@@ -92,8 +99,7 @@ def _mounts(workload: Workload, place: Place, name: str) -> list[str]:
                 (folder / file).write_text(text)
             made.append(f"--volume={folder}:{path}:ro")
         elif "persistentVolumeClaim" in volume:
-            claim = f"{place.name}-{volume['persistentVolumeClaim']['claimName']}"
-            place.volumes.add(claim)
+            claim = place.volume(volume["persistentVolumeClaim"]["claimName"])
             made.append(f"--volume={claim}:{path}:U")  # U: owned by the container's user, which is what fsGroup does
         else:
             raise ManifestError(f"{workload.name}: volume {mount['name']} is of a kind that is not supported here")
@@ -109,7 +115,8 @@ class Pod:
         self.name = f"{place.name}-{workload.name}-{random.randbytes(3).hex()}"
         self.address = place.address()
         self.ready = False
-        self.restarts = 0
+        self.exit_codes: list[int] = []  # of the container's lives so far
+        self._starts_due = 0  # it is ready only after so many ends
         self.terminating = False
         self._wake = threading.Event()
         self._channel = (
@@ -120,19 +127,26 @@ class Pod:
         self._thread.start()
 
     def wait_ready(self, deadline: float) -> None:
-        """Raises PodmanError, with the last lines of its log, where it is not ready by then (monotonic clock)."""
-        while not self.ready:
+        """Raises PodmanError, with the last lines of its log, where it is not ready by then (monotonic clock).
+
+        After `kill`, ready again.
+        """
+        while not self.ready or len(self.exit_codes) < self._starts_due:
             if time.monotonic() > deadline:
                 raise PodmanError(f"{self.name} was not ready in time; it said:\n{self.log(15)}")
             time.sleep(0.05)
 
     def log(self, lines: int) -> str:
-        return podman("logs", f"--tail={lines}", self.name, check=False)
+        """The last ones of both streams, of all lives of the container."""
+        return podman("logs", f"--tail={lines}", self.name, check=False, merged=True)
 
     def kill(self) -> None:
         """SIGKILL, as the kernel's memory killer would. It is started again."""
-        self.ready = False
-        podman("kill", "--signal=KILL", self.name, check=False)
+        due = len(self.exit_codes) + 1
+        with contextlib.suppress(PodmanError):  # it has ended already, and is about to be started again
+            podman("kill", "--signal=KILL", self.name)
+            self._starts_due = due
+            self.ready = False
 
     def stop(self) -> None:
         """Out of the Services, preStop, SIGTERM; then the container goes.
@@ -171,9 +185,12 @@ class Pod:
     def _care(self) -> None:
         while not self.terminating:
             self._live_once()
+            if self._wake.is_set():
+                return
+            code = podman("container", "inspect", "--format={{.State.ExitCode}}", self.name, check=False).strip()
+            self.exit_codes.append(int(code or -1))
             if self._wake.wait(_RESTART_PAUSE_S):
                 return
-            self.restarts += 1
             podman("start", self.name, check=False)
 
     def _live_once(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import ConfigError
-from engine.memory import CacheNeeds, available_bytes, size_caches
+from engine.memory import CacheNeeds, _cgroup_free, available_bytes, size_caches
 
 NEEDS = CacheNeeds(
     block_bytes=1000,
@@ -75,3 +77,28 @@ def test_a_cpu_stage_leaves_most_of_the_host_to_the_others() -> None:
     assert 0 < available_bytes(cpu, 0.9, 0) <= torch.iinfo(torch.int64).max
     assert available_bytes(cpu, 0.9, 1 << 60) == 0
     assert available_bytes(cpu, 0.1, 0) < available_bytes(cpu, 0.25, 0)
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"memory.max": "1000\n", "memory.current": "900\n", "memory.stat": "anon 500\ninactive_file 300\n"}, 400),
+        ({"memory.max": "1000\n", "memory.current": "1200\n", "memory.stat": "anon 1200\n"}, 0),
+        ({"memory.max": "max\n", "memory.current": "900\n", "memory.stat": ""}, 1 << 62),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000\n",
+                "memory/memory.usage_in_bytes": "700\n",
+                "memory/memory.stat": "inactive_file 50\ntotal_inactive_file 100\n",
+            },
+            400,
+        ),
+        ({}, 1 << 62),
+    ],
+    ids=["v2", "v2 full", "v2 without limit", "v1", "no cgroups"],
+)
+def test_what_a_containers_limit_leaves(tmp_path: Path, files: dict[str, str], free: int) -> None:
+    (tmp_path / "memory").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert _cgroup_free(tmp_path) == free

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cli.process import Child
@@ -20,6 +20,7 @@ from k8s.tools.manifests import Object, Workload, argv, config_files, environmen
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START_S = 100.0
+SECRETS = {("redis", "password"): "a password"}
 _KEPT = ("/tmp", "/dev/shm")  # are there on every machine
 
 
@@ -74,29 +75,32 @@ class LocalPods:
     def start(self) -> None:
         """All of them; wait until those that say so are ready. Raises AssertionError with a process's last words."""
         for workload in self._workloads:
-            env = environment(
-                workload.container,
-                self._objects,
-                {"status.podIP": "127.0.0.1", "metadata.name": f"{workload.name}-0"},
-                {},
-            )
-            env = {name: self.local(value, workload) for name, value in env.items()}
-            command = [self.local(part, workload) for part in argv(workload.container, env)]
-            if command[0] == "python":
-                command = [sys.executable, "-P", *command[1:]]
-            own = {name: value for name, value in os.environ.items() if not name.startswith("TRIPTYCH_")}
-            child = Child(
-                workload.name,
-                command,
-                env={**own, **env, "PYTHONPATH": str(_ROOT)},
-                log_path=self._folder / f"{workload.name}.log",
-            )
-            self.children[workload.name] = child
-            child.start()
+            self.start_one(workload.name)
         deadline = time.monotonic() + _START_S
         for name, child in self.children.items():
             if name != "redis":
                 assert child.wait_ready(deadline), f"{name}: {child.tail()}"
+
+    def start_one(self, name: str, changed: Mapping[str, str | None] | None = None) -> Child:
+        """One workload's process, with some variables set otherwise, or (None) not at all. Not waited for."""
+        workload = next(each for each in self._workloads if each.name == name)
+        fields = {"status.podIP": "127.0.0.1", "metadata.name": f"{name}-0"}
+        env = environment(workload.container, self._objects, fields, SECRETS)
+        env = {key: self.local(value, workload) for key, value in env.items()}
+        command = [self.local(part, workload) for part in argv(workload.container, env)]
+        if command[0] == "python":
+            command = [sys.executable, "-P", *command[1:]]
+        own = {key: value for key, value in os.environ.items() if not key.startswith("TRIPTYCH_")}
+        whole: dict[str, str | None] = {**own, **env, "PYTHONPATH": str(_ROOT), **(changed or {})}
+        child = Child(
+            name,
+            command,
+            env={key: value for key, value in whole.items() if value is not None},
+            log_path=self._folder / f"{name}.log",
+        )
+        self.children[name] = child
+        child.start()
+        return child
 
     def stop(self) -> dict[str, int]:
         """SIGTERM to all; their exit codes by name."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from k8s.tools.manifests import ManifestError, Object, Workload, cores, environment, size_bytes, workloads
+from k8s.tools.manifests import K8S, ManifestError, Object, Workload, cores, environment, size_bytes, workloads
 from k8s.tools.pods import Place, run_args
 
 
@@ -75,3 +78,20 @@ def test_quantities() -> None:
     assert [size_bytes("64Mi"), size_bytes("2Gi"), size_bytes("100")] == [64 << 20, 2 << 30, 100]
     with pytest.raises(ManifestError, match="1G"):
         size_bytes("1G")
+
+
+def test_a_machine_without_podman_is_told_in_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "k8s.tools.possible"],
+        env={"PATH": str(tmp_path), "PYTHONPATH": str(K8S.parent)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: containers cannot run here: ")
+    assert re.search("is not installed|not root", line), line

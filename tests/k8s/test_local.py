@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from demo.answers import TriptychAnswers
 from demo.questions import held_out
-from k8s.tools.cluster_check import _FAILURES as FAILURES
-from k8s.tools.cluster_check import scrape
+from k8s.tools.check import FAILURES, scrape
 from k8s.tools.manifests import K8S, Object, programs
 from tests.k8s.local_pods import LocalPods
 
@@ -136,3 +136,24 @@ def test_all_in_one_serves_too_and_ends_well(rendered: dict[str, list[Object]], 
     finally:
         codes = pods.stop()
     assert set(codes.values()) == {0}, codes
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("encoder", {"TRIPTYCH_MODEL": "/models/none"}, "--model='/models/none': not a folder"),
+        ("decode", {"REDIS_PASSWORD": None}, "REDIS_PASSWORD"),
+        ("prefill", {"TRIPTYCH_EC_CONNECTOR_EXTRA_CONFIG": "{"}, "--ec-connector-extra-config"),
+        ("router", {"TRIPTYCH_ENCODER": "dns:encoder"}, "--encoder"),
+    ],
+)
+def test_what_is_wrong_at_the_start_is_one_line_and_exit_code_2(
+    rendered: dict[str, list[Object]], tmp_path: Path, name: str, changed: dict[str, str | None], said: str
+) -> None:
+    child = LocalPods(rendered["production"], tmp_path).start_one(name, changed)
+    assert child.wait_ended(time.monotonic() + 60)
+    lines = child.tail()
+    assert child.process.returncode == 2, lines
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert said in lines[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 
@@ -37,14 +40,19 @@ class DeviceCopies:
         """Copy each pair's second tensor, host memory from `empty_host`, into its first, on the device."""
         self._copy(pairs, None)
 
-    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> None:
+    @contextmanager
+    def aside(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """What is queued within runs on the stream of its own, and is complete when it is left."""
         if self._stream is None:
-            for target, source in pairs:
-                target.copy_(source)
+            yield
             return
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
+            yield
+        self._stream.synchronize()
+
+    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> None:
+        with self.aside(after):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        self._stream.synchronize()

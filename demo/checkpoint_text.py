@@ -44,55 +44,52 @@ somebody opens the curtain, dust dances in the sun, and for one moment the whole
 children laugh. Their grandmother closes the door quietly and goes back to her work, humming a song about the sea.
 """
 
-#: In the manner of Qwen3-VL's: a content is a string or a list of parts, and an image part becomes its three tokens.
-QWEN_CHAT_TEMPLATE = """\
-{%- for message in messages %}
+_QWEN_TURNS = """\
+    {{- '<|im_start|>' ~ message.role ~ '\\n' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
+"""
+_QWEN_TURNS_END = """\
+            {%- elif 'text' in part %}
+                {{- part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+_QWEN_IMAGE = """\
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+"""
+#: What a message begins with where only three roles are known.
+KNOWN_ROLES = """\
     {%- if message.role not in ('system', 'user', 'assistant') %}
         {{- raise_exception('a message has the role ' ~ message.role ~ '; known are system, user and assistant') }}
     {%- endif %}
-    {{- '<|im_start|>' ~ message.role ~ '\\n' }}
-    {%- if message.content is string %}
-        {{- message.content }}
-    {%- else %}
-        {%- for part in message.content %}
-            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- elif 'text' in part %}
-                {{- part.text }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
 """
-
-#: In the manner of Qwen2-VL's and Qwen2.5-VL's: a chat without a system message gets one.
-QWEN2_CHAT_TEMPLATE = """\
-{%- for message in messages %}
+_DEFAULT_SYSTEM = """\
     {%- if loop.first and message.role != 'system' %}
         {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
     {%- endif %}
-    {{- '<|im_start|>' ~ message.role ~ '\\n' }}
-    {%- if message.content is string %}
-        {{- message.content }}
-    {%- else %}
-        {%- for part in message.content %}
-            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- elif 'text' in part %}
-                {{- part.text }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
 """
+
+
+def qwen_chat_template(message: str, image: str = _QWEN_IMAGE, before: str = "") -> str:
+    """In the manner of Qwen's: a content is a string or a list of parts. `before` the loop over the messages, at the
+    begin of each `message`, and what an `image` part becomes."""
+    return before + "{%- for message in messages %}\n" + message + _QWEN_TURNS + image + _QWEN_TURNS_END
+
+
+#: In the manner of Qwen3-VL's: an image becomes its three tokens.
+QWEN_CHAT_TEMPLATE = qwen_chat_template(KNOWN_ROLES)
+#: In the manner of Qwen2-VL's and Qwen2.5-VL's: a chat without a system message gets one.
+QWEN2_CHAT_TEMPLATE = qwen_chat_template(_DEFAULT_SYSTEM)
 
 #: In the manner of LLaVA 1.5's: a message's images stand before all of its texts, and a system message has no name.
 LLAVA_CHAT_TEMPLATE = """\

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 
 from tokenizers import (
     AddedToken,
@@ -52,30 +53,41 @@ LLAVA_ADDED = ("<image>", "<pad>")
 _LLAMA_LETTERS = 90
 
 
-def train_qwen_tokenizer(size: int) -> Tokenizer:
-    """A byte-level BPE of exactly `size` tokens, Qwen's added tokens last. The same for the same size, always."""
+def train_byte_level(split: str, corpus: Iterable[str], size: int) -> Tokenizer:
+    """A byte-level BPE of at most `size` tokens, of what the regular expression `split` leaves together."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated"),
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    base_size = size - len(QWEN_SPECIAL) - len(QWEN_ADDED)
     trainer = trainers.BpeTrainer(
-        vocab_size=base_size,
+        vocab_size=size,
         min_frequency=1,
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    tokenizer.train_from_iterator([CORPUS], trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def add_qwen_tokens(tokenizer: Tokenizer) -> None:
+    """Qwen's special and added tokens, with the last ids."""
+    for texts, special in ((QWEN_SPECIAL, True), (QWEN_ADDED, False)):
+        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])
+
+
+def train_qwen_tokenizer(size: int) -> Tokenizer:
+    """A byte-level BPE of exactly `size` tokens, Qwen's added tokens last. The same for the same size, always."""
+    base_size = size - len(QWEN_SPECIAL) - len(QWEN_ADDED)
+    tokenizer = train_byte_level(_QWEN_SPLIT, [CORPUS], base_size)
     if tokenizer.get_vocab_size() < base_size:
         vocab, merges = _parts(tokenizer)
         tokenizer.model = models.BPE(*_widened(vocab, merges, "Ġ", base_size))
-    for texts, special in ((QWEN_SPECIAL, True), (QWEN_ADDED, False)):
-        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])
+    add_qwen_tokens(tokenizer)
     if tokenizer.get_vocab_size() != size:
         raise ValueError(f"tokenizer has {tokenizer.get_vocab_size()} tokens, not {size}")
     return tokenizer

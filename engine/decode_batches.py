@@ -17,10 +17,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.input_batch import StepInputs
-from kernels.device_batch import DeviceBatch
+from kernels.device_batch import DeviceBatch, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +102,9 @@ class DecodeBatches:
         places[2:, :num_seqs] = inputs.positions
         seq_lens = np.zeros(size, dtype=np.int32)
         seq_lens[:num_seqs] = inputs.seq_lens
-        self._inputs[:, :size] = self._on_device(places)
-        self._seq_lens[:size] = self._on_device(seq_lens)
-        self._block_table[:num_seqs, :width] = self._on_device(inputs.block_table.astype(np.int32))
+        self._inputs[:, :size] = to_device(places, self._device)
+        self._seq_lens[:size] = to_device(seq_lens, self._device)
+        self._block_table[:num_seqs, :width] = to_device(inputs.block_table.astype(np.int32), self._device)
         if size in self._graphs:
             graph, logits = self._graphs[size]
             graph.replay()
@@ -123,9 +122,3 @@ class DecodeBatches:
             slots=self._inputs[1, :size],
         )
         return self._step(self._inputs[0, :size], self._inputs[2:, :size], batch)
-
-    def _on_device(self, array: NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor

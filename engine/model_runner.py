@@ -23,7 +23,7 @@ from engine.models.attention import ImageRows, StepContext
 from engine.models.weights import LoadReport, load_weights, weight_files
 from engine.sampler import SamplingBatch
 from engine.scheduler_output import ImageToEncode, ItemUse, ModelRunnerOutput, SchedulerOutput
-from kernels.device_batch import DeviceBatch
+from kernels.device_batch import DeviceBatch, to_device
 from kernels.dispatch import Kernels, LayerShapes, choose_kernels
 from kernels.packed_linear import can_pack, pack_linears
 
@@ -50,6 +50,7 @@ class ModelRunner:
         max_model_len: int,
         block_size: int,
         notify: Callable[[], None],
+        enforce_eager: bool = False,
     ) -> None:
         self.adapter = adapter
         self.device = device
@@ -59,12 +60,13 @@ class ModelRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
+        self.enforce_eager = enforce_eager
         self._batch = InputBatch(max_num_seqs if language else 0, max_model_len, block_size, adapter.num_position_rows)
         self._preparer = ImagePreparer(adapter, device, _PREPARE_THREADS, notify) if vision else None
         self._ec: ECConnectorBase | None = None
         self._kv: KVConnectorBase | None = None
         self._kernels: Kernels | None = None  # with a language model, once its weights are loaded
-        self._decodes: DecodeBatches | None = None  # with Triton's kernels, once the cache is there
+        self._decodes: DecodeBatches | None = None  # with Triton's kernels, unless eager, once the cache is there
         self.kv_cache = torch.empty(0)
         self.encoder_buffer = torch.empty(0)
 
@@ -147,7 +149,7 @@ class ModelRunner:
         self.encoder_buffer = torch.empty(
             sizes.buffer_rows, adapter.embed_width, dtype=adapter.dtype, device=self.device
         )
-        if self._kernels is not None and self._kernels.name == "triton":
+        if self._kernels is not None and self._kernels.name == "triton" and not self.enforce_eager:
             self._make_decode_batches()
 
     @torch.inference_mode()
@@ -176,6 +178,7 @@ class ModelRunner:
         ec.register_caches(self.encoder_buffer)
         self._kv = kv
         if kv is not None:
+            kv.block_mover = self._kernels
             kv.register_kv_caches(self.kv_cache.view(self.kv_cache.shape[0], -1))
 
     def close(self) -> None:
@@ -215,6 +218,7 @@ class ModelRunner:
             made.prepared, made.failed_prepare = self._preparer.poll()
         made.ec = self._ec.get_finished()
         made.ec.counters = {name: by for name, by in self._ec.take_counters().items() if by}
+        made.ec.num_leased = self._ec.num_leased()
         self._ec.clear_connector_metadata()
         if self._kv is not None:
             made.kv = self._kv.get_finished()
@@ -298,7 +302,7 @@ class ModelRunner:
         )
 
     def _on_device(self, array: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(array, self.device)
 
     def _sample(self, rows: list[int], logits: torch.Tensor) -> list[int]:
         params, indices, seeds, forbidden = [], [], [], []

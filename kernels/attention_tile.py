@@ -15,10 +15,13 @@ moved into a float16 whose value is 256 times too small, which is exact for all 
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from kernels.limits import DTYPES, MAX_GROUP, MAX_HEAD_DIM, named
 
 #: Values of the kernels' FP8.
 NO_FP8, NATIVE_FP8, FP8_BITS = 0, 1, 2
@@ -26,8 +29,26 @@ NO_FP8, NATIVE_FP8, FP8_BITS = 0, 1, 2
 _BITS_SCALE = 256.0
 LOG2_E = 1.4426950408889634
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_HEAD_DIM, _MAX_GROUP = 256, 64
+
+class Strides(NamedTuple):
+    """Elements from one to the next, in the tensors of both kernels. One argument of theirs."""
+
+    query_token: int
+    query_head: int
+    out_token: int
+    out_head: int
+    table: int  # from one sequence's blocks to the next one's
+    block: int
+    value: int  # from a block's keys to its values
+    row: int  # of a block
+    head: int
+
+    @classmethod
+    def of(cls, query: torch.Tensor, out: torch.Tensor, table: torch.Tensor, layer_cache: torch.Tensor) -> Strides:
+        block, value, row, head, _ = layer_cache.stride()
+        return cls(
+            query.stride(0), query.stride(1), out.stride(0), out.stride(1), table.stride(0), block, value, row, head
+        )
 
 
 @triton.jit
@@ -36,8 +57,7 @@ def load_tile(
     table_ptr,  # the sequence's blocks
     position,  # [keys]
     wanted,  # [keys] bool
-    stride_block,
-    stride_row,
+    strides,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
@@ -52,7 +72,7 @@ def load_tile(
     else:
         block = tl.load(table_ptr + position // BLOCK_SIZE)
     zero = 0 if FP8 == 2 else 0.0
-    row_ptr = cache_ptr + block.to(tl.int64) * stride_block + (position % BLOCK_SIZE) * stride_row
+    row_ptr = cache_ptr + block.to(tl.int64) * strides.block + (position % BLOCK_SIZE) * strides.row
     ptr = row_ptr[:, None] + dim[None, :]
     if MASKED:
         if HEAD_DIM == DIM_PAD:
@@ -96,8 +116,7 @@ def attend_tile(
     top,  # [rows], largest score so far, in units of log2
     total,  # [rows], sum of the weights so far
     score_scale,  # from products to units of log2, or with a soft cap to its argument
-    stride_block,
-    stride_row,
+    strides,
     SOFT_CAP: tl.constexpr,  # in units of log2; 0 for none
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -107,8 +126,7 @@ def attend_tile(
 ):
     """One step of the online softmax: `acc`, `top` and `total` with this tile's keys in them."""
     key = load_tile(
-        key_ptr, table_ptr, position, wanted, stride_block, stride_row, BLOCK_SIZE, HEAD_DIM, DIM_PAD, FP8, MASKED,
-        q.dtype,
+        key_ptr, table_ptr, position, wanted, strides, BLOCK_SIZE, HEAD_DIM, DIM_PAD, FP8, MASKED, q.dtype,
     )  # fmt: skip
     score = product(q, tl.trans(key), None) * score_scale
     if SOFT_CAP > 0:
@@ -122,8 +140,7 @@ def attend_tile(
     weight = tl.exp2(score - base[:, None])
     fade = tl.exp2(top - base)
     value = load_tile(
-        value_ptr, table_ptr, position, wanted, stride_block, stride_row, BLOCK_SIZE, HEAD_DIM, DIM_PAD, FP8, MASKED,
-        q.dtype,
+        value_ptr, table_ptr, position, wanted, strides, BLOCK_SIZE, HEAD_DIM, DIM_PAD, FP8, MASKED, q.dtype,
     )  # fmt: skip
     acc = product(weight.to(q.dtype), value, acc * fade[:, None])
     return acc, new_top, total * fade + tl.sum(weight, 1)
@@ -138,6 +155,26 @@ def score_factor(scale: float, soft_cap: float, fp8: int) -> float:
 def value_factor(fp8: int) -> float:
     """What the result is to be multiplied with, before the scale of the values."""
     return _BITS_SCALE if fp8 == FP8_BITS else 1.0
+
+
+def constants(query: torch.Tensor, layer_cache: torch.Tensor, soft_cap: float, window: int, fp8: int) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    (_, num_heads, head_dim), (block_size, num_kv_heads) = query.shape, layer_cache.shape[2:4]
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "SOFT_CAP": soft_cap * LOG2_E,
+        "WINDOW": window,
+        "FP8": fp8,
+        "DIM_PAD": pad(head_dim),
+    }
+
+
+def pad(head_dim: int) -> int:
+    """Columns of a tile: the matrix units take no fewer than 16."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def prepare_cache(layer_cache: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -189,15 +226,15 @@ def check(
             f"queries {tuple(query.shape)} do not fit a cache {tuple(layer_cache.shape)}: head sizes must be equal and "
             "heads a multiple of KV heads"
         )
-    if not 1 <= head_dim <= _MAX_HEAD_DIM or num_heads // num_kv_heads > _MAX_GROUP:
+    if not 1 <= head_dim <= MAX_HEAD_DIM or num_heads // num_kv_heads > MAX_GROUP:
         raise ValueError(
-            f"attention over heads of {head_dim} (at most {_MAX_HEAD_DIM}), {num_heads // num_kv_heads} to a KV head "
-            f"(at most {_MAX_GROUP}): queries {tuple(query.shape)}, cache {tuple(layer_cache.shape)}"
+            f"attention over heads of {head_dim} (at most {MAX_HEAD_DIM}), {num_heads // num_kv_heads} to a KV head "
+            f"(at most {MAX_GROUP}): queries {tuple(query.shape)}, cache {tuple(layer_cache.shape)}"
         )
     if query.stride(2) != 1 or layer_cache.stride(4) != 1:
         raise ValueError(f"a head must be contiguous, not of strides {query.stride()} and {layer_cache.stride()}")
-    if query.dtype not in _DTYPES:
-        raise ValueError(f"attention in {query.dtype}; there are {', '.join(map(str, _DTYPES))}")
+    if query.dtype not in DTYPES:
+        raise ValueError(f"attention in {query.dtype}; there are {named(DTYPES)}")
     if (layer_cache.dtype is torch.float8_e4m3fn) != (cache_scales is not None):
         raise ValueError(f"scales belong to a cache of float8_e4m3fn and to no other; this one is {layer_cache.dtype}")
     if cache_scales is None:

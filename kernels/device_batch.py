@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.token_places import token_places
+
 
 @dataclass(slots=True)
 class DeviceBatch:
@@ -25,6 +27,12 @@ class DeviceBatch:
     slots: torch.Tensor  # [num_tokens] int64, block * block_size + row, where each new token's key and value go
 
 
+def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """The array on the device: on a CPU the same memory, on a GPU a copy that is queued, not awaited."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def build_device_batch(
     query_lens: NDArray[np.int64],  # [num_seqs], those with one token and something before it first
     seq_lens: NDArray[np.int64],  # [num_seqs]
@@ -34,24 +42,15 @@ def build_device_batch(
     device: torch.device,
 ) -> DeviceBatch:
     """From the runner's arrays on the host. One copy a tensor, from pinned memory where there is a GPU."""
-    starts = np.concatenate(([0], np.cumsum(query_lens)))
-    seq_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
-    positions = np.arange(starts[-1]) - starts[seq_of_token] + (seq_lens - query_lens)[seq_of_token]
-    slots = block_table[seq_of_token, positions // block_size] * block_size + positions % block_size
-    is_decode = (query_lens == 1) & (seq_lens > 1)
-    num_decodes = len(query_lens) if is_decode.all() else int(is_decode.argmin())
-
-    def on_device(array: NDArray[np.int64], dtype: type) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array.astype(dtype)))
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    places = token_places(query_lens, seq_lens, block_table, block_size)
 
     return DeviceBatch(
-        num_decodes=num_decodes,
-        max_seq_len=int(seq_lens[:num_decodes].max(initial=1)),
-        query_starts=on_device(starts, np.int32),
-        seq_lens=on_device(seq_lens, np.int32),
-        block_table=on_device(block_table, np.int32),
-        slots=on_device(slots, np.int64),
+        num_decodes=places.num_decodes,
+        max_seq_len=int(seq_lens[: places.num_decodes].max(initial=1)),
+        query_starts=to_device(places.starts.astype(np.int32), device),
+        seq_lens=to_device(seq_lens.astype(np.int32), device),
+        block_table=to_device(block_table.astype(np.int32), device),
+        slots=to_device(places.blocks * block_size + places.rows, device),
     )
 
 

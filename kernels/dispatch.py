@@ -23,17 +23,13 @@ from numpy.typing import NDArray
 
 from core.errors import ConfigError
 from core.struct import Struct
+from kernels.limits import DTYPES, MAX_GROUP, MAX_HEAD_DIM, MAX_WIDTH, named
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "TRIPTYCH_KERNELS"
 _INTERPRET = "TRITON_INTERPRET"
 _CHOICES = ("triton", "torch")
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_HEAD_DIM = 256
-_MAX_GROUP = 64
-_MAX_HIDDEN_SIZE = 32_768
 
 
 class LayerShapes(Struct, frozen=True):
@@ -61,6 +57,25 @@ class Plan(Protocol):
     ) -> Any: ...
 
 
+class Attend(Protocol):
+    """Write the new keys and values into the cache, then attend: `paged_attention` in paged_attention.py."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_cache: torch.Tensor,
+        batch: Any,  # what `plan` of the same implementation made
+        scale: float,
+        *,
+        soft_cap: float = 0.0,
+        window: int = 0,
+        span_ends: torch.Tensor | None = None,
+        cache_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """One implementation. Each function is documented where Triton's stands: the module of the comment."""
@@ -73,14 +88,15 @@ class Kernels:
     rotary: Callable[[torch.Tensor, torch.Tensor], None]
     norm_rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
     scatter_embeddings: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+    gather_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # block_copy.py, for KV connectors
+    scatter_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     #: sampling.py; None where `engine/sampler.py` does it with PyTorch's operators, ranking no more than it must.
     sample: (
         Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
         | None
     )
     plan: Plan
-    # (query, key, value, layer_cache, batch, scale), as `paged_attention` in paged_attention.py: write, then attend.
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Any, float], torch.Tensor]
+    attend: Attend
 
 
 def choose_kernels(
@@ -110,14 +126,14 @@ def choose_kernels(
 
 def _check(dtype: torch.dtype, shapes: LayerShapes) -> None:
     reason = None
-    if dtype not in _DTYPES:
-        reason = f"there are none for {dtype}, only for {', '.join(map(str, _DTYPES))}"
-    elif shapes.head_dim > _MAX_HEAD_DIM or shapes.head_dim % 2:
-        reason = f"heads must be even and at most {_MAX_HEAD_DIM} wide"
-    elif shapes.num_heads % shapes.num_kv_heads or shapes.num_heads // shapes.num_kv_heads > _MAX_GROUP:
-        reason = f"each KV head must have the same number of heads, at most {_MAX_GROUP}"
-    elif shapes.hidden_size > _MAX_HIDDEN_SIZE:
-        reason = f"rows are at most {_MAX_HIDDEN_SIZE} wide"
+    if dtype not in DTYPES:
+        reason = f"there are none for {dtype}, only for {named(DTYPES)}"
+    elif shapes.head_dim > MAX_HEAD_DIM or shapes.head_dim % 2:
+        reason = f"heads must be even and at most {MAX_HEAD_DIM} wide"
+    elif shapes.num_heads % shapes.num_kv_heads or shapes.num_heads // shapes.num_kv_heads > MAX_GROUP:
+        reason = f"each KV head must have the same number of heads, at most {MAX_GROUP}"
+    elif shapes.hidden_size > MAX_WIDTH:
+        reason = f"rows are at most {MAX_WIDTH} wide"
     if reason is not None:
         raise ConfigError(
             VARIABLE, "triton", f"does not fit {shapes}: {reason} ({VARIABLE}=torch works, and is slower)"
@@ -125,6 +141,7 @@ def _check(dtype: torch.dtype, shapes: LayerShapes) -> None:
 
 
 def _triton() -> Kernels:
+    from kernels.block_copy import gather_blocks, scatter_blocks
     from kernels.device_batch import attend, build_device_batch
     from kernels.embedding_scatter import scatter_embeddings
     from kernels.kv_write import kv_write
@@ -145,10 +162,23 @@ def _triton() -> Kernels:
         return build_device_batch(query_lens, seq_lens, block_table, block_size=block_size, device=device)
 
     def write_and_attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_cache: torch.Tensor, batch: Any, scale: float
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_cache: torch.Tensor,
+        batch: Any,
+        scale: float,
+        *,
+        soft_cap: float = 0.0,
+        window: int = 0,
+        span_ends: torch.Tensor | None = None,
+        cache_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        kv_write(key, value, layer_cache, batch.slots)
-        return attend(query, layer_cache, batch, scale)
+        kv_write(key, value, layer_cache, batch.slots, cache_scales)
+        return attend(
+            query, layer_cache, batch, scale,
+            soft_cap=soft_cap, window=window, span_ends=span_ends, cache_scales=cache_scales,
+        )  # fmt: skip
 
     return Kernels(
         name="triton",
@@ -159,6 +189,8 @@ def _triton() -> Kernels:
         rotary=rotary,
         norm_rotary=norm_rotary,
         scatter_embeddings=scatter_embeddings,
+        gather_blocks=gather_blocks,
+        scatter_blocks=scatter_blocks,
         sample=sample,
         plan=plan,
         attend=write_and_attend,
@@ -168,7 +200,7 @@ def _triton() -> Kernels:
 def _torch() -> Kernels:
     """The twins."""
     from kernels import layer_twins as twins
-    from kernels.cache_twins import scatter_embeddings_torch
+    from kernels.cache_twins import gather_blocks_torch, scatter_blocks_torch, scatter_embeddings_torch
     from kernels.paged_attention import build_attention_batch, paged_attention
 
     return Kernels(
@@ -180,6 +212,8 @@ def _torch() -> Kernels:
         rotary=twins.rotary_torch,
         norm_rotary=twins.norm_rotary_torch,
         scatter_embeddings=scatter_embeddings_torch,
+        gather_blocks=gather_blocks_torch,
+        scatter_blocks=scatter_blocks_torch,
         sample=None,
         plan=build_attention_batch,
         attend=paged_attention,

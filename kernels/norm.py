@@ -12,11 +12,9 @@ import triton
 import triton.language as tl
 
 from kernels.layer_twins import add_rms_norm_torch, rms_norm_torch
+from kernels.limits import MAX_WIDTH
 
 __all__ = ["add_rms_norm", "add_rms_norm_torch", "rms_norm", "rms_norm_torch"]
-
-#: A row stays in one program's registers.
-MAX_WIDTH = 32768
 
 
 @triton.jit

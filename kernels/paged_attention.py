@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from kernels.token_places import token_places
+
 #: Decodes share a padded call while the longest has at most this many times the blocks of the shortest, plus two.
 _PADDING_RATIO = 1.25
 
@@ -124,18 +126,10 @@ def build_attention_batch(
     `query_lens` `[num_seqs]`: new tokens of each sequence, those with one token and something before it first.
     `seq_lens` `[num_seqs]`: tokens in the cache after this step. `block_table` `[num_seqs, max_blocks]`.
     """
-    num_seqs = len(query_lens)
-    starts = np.concatenate(([0], np.cumsum(query_lens)))
-    seq_of_token = np.repeat(np.arange(num_seqs), query_lens)
-    positions = np.arange(starts[-1]) - starts[seq_of_token] + (seq_lens - query_lens)[seq_of_token]
-    block_index = block_table[seq_of_token, positions // block_size]
-
-    num_decodes = 0
-    while num_decodes < num_seqs and query_lens[num_decodes] == 1 and seq_lens[num_decodes] > 1:
-        num_decodes += 1
-
+    places = token_places(query_lens, seq_lens, block_table, block_size)
+    num_decodes = places.num_decodes
     chunks = []
-    for i in range(num_decodes, num_seqs):
+    for i in range(num_decodes, len(query_lens)):
         num_tokens, seq_len = int(query_lens[i]), int(seq_lens[i])
         num_cached = seq_len - num_tokens
         mask = None
@@ -145,7 +139,7 @@ def build_attention_batch(
             mask = torch.ones(num_tokens, seq_len, dtype=torch.bool, device=device).tril_(num_cached)
         chunks.append(
             PrefillChunk(
-                start=int(starts[i]),
+                start=int(places.starts[i]),
                 num_tokens=num_tokens,
                 num_cached=num_cached,
                 block_ids=torch.from_numpy(np.ascontiguousarray(block_ids)).to(device),
@@ -153,8 +147,8 @@ def build_attention_batch(
             )
         )
     return AttentionBatch(
-        block_index=torch.from_numpy(block_index).to(device),
-        block_offset=torch.from_numpy(positions % block_size).to(device),
+        block_index=torch.from_numpy(places.blocks).to(device),
+        block_offset=torch.from_numpy(places.rows).to(device),
         decodes=_decode_groups(num_decodes, seq_lens, block_table, block_size, dtype, device) if num_decodes else [],
         chunks=chunks,
     )
@@ -167,8 +161,22 @@ def paged_attention(
     layer_cache: torch.Tensor,  # [num_blocks, 2, block_size, num_kv_heads, head_dim], any strides; written to
     batch: AttentionBatch,
     scale: float,
+    *,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    span_ends: torch.Tensor | None = None,  # [num_tokens], see paged_prefill
+    cache_scales: torch.Tensor | None = None,  # [2, num_kv_heads] of an e4m3 cache
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-    """Write the new keys and values, then attend to everything that each token may see (causal)."""
+    """Write the new keys and values, then attend to everything that each token may see (causal).
+
+    Raises:
+        ValueError: one of the last four, which only Triton's kernels have, is asked for.
+    """
+    asked = {"soft_cap": soft_cap, "window": window, "span_ends": span_ends, "cache_scales": cache_scales}
+    for name, given in asked.items():
+        if isinstance(given, torch.Tensor) or given:
+            shown = tuple(given.shape) if isinstance(given, torch.Tensor) else given
+            raise ValueError(f"attention by PyTorch's operators has no {name} ({shown}); Triton's kernels have")
     keys, values = layer_cache[:, 0], layer_cache[:, 1]
     keys[batch.block_index, batch.block_offset] = key
     values[batch.block_index, batch.block_offset] = value

@@ -48,15 +48,7 @@ def decode_split_kernel(
     weight_ptr,  # [num_seqs, num_heads, NUM_SPLITS] float32
     score_factor,
     value_factor,
-    stride_query_token,
-    stride_query_head,
-    stride_out_token,
-    stride_out_head,
-    stride_table,
-    stride_block,
-    stride_value,
-    stride_row,
-    stride_head,
+    strides,  # attention_tile.Strides
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -78,7 +70,7 @@ def decode_split_kernel(
     head = kv_head * GROUP + row
     stored = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     q = tl.load(
-        query_ptr + seq * stride_query_token + head[:, None] * stride_query_head + dim[None, :], mask=stored, other=0
+        query_ptr + seq * strides.query_token + head[:, None] * strides.query_head + dim[None, :], mask=stored, other=0
     )
     if FP8 > 0:
         score_factor *= tl.load(scales_ptr + kv_head)
@@ -93,8 +85,8 @@ def decode_split_kernel(
     begin = (first_tile + split * tiles_per_split) * KEYS
     end = tl.minimum(begin + tiles_per_split * KEYS, seq_len)
 
-    key_ptr = cache_ptr + kv_head * stride_head
-    value_ptr = key_ptr + stride_value
+    key_ptr = cache_ptr + kv_head * strides.head
+    value_ptr = key_ptr + strides.value
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -104,15 +96,15 @@ def decode_split_kernel(
         if WINDOW > 0:
             wanted &= position >= first
         acc, top, total = attend_tile(
-            q, key_ptr, value_ptr, table_ptr + seq * stride_table, position, wanted, wanted[None, :], acc, top, total,
-            score_factor, stride_block, stride_row, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, DIM_PAD, FP8, True,
+            q, key_ptr, value_ptr, table_ptr + seq * strides.table, position, wanted, wanted[None, :], acc, top, total,
+            score_factor, strides, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, DIM_PAD, FP8, True,
         )  # fmt: skip
 
     # A split without keys, of a short sequence or of one of length 0, has weight 0 and the result 0.
     total = tl.where(total > 0, total, 1.0)
     acc = acc * (value_factor / total)[:, None]
     if NUM_SPLITS == 1:
-        out = out_ptr + seq * stride_out_token + head[:, None] * stride_out_head + dim[None, :]
+        out = out_ptr + seq * strides.out_token + head[:, None] * strides.out_head + dim[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=stored)
     else:
         part = (seq * NUM_KV_HEADS * GROUP + head) * NUM_SPLITS + split
@@ -180,8 +172,8 @@ def paged_decode(
     if not num_seqs:
         return out
     layer_cache, fp8 = tile.prepare_cache(layer_cache)
-    _, _, block_size, num_kv_heads, _ = layer_cache.shape
-    dim_pad = max(16, triton.next_power_of_2(head_dim))
+    block_size, num_kv_heads = layer_cache.shape[2:4]
+    dim_pad = tile.pad(head_dim)
     keys = _num_keys(dim_pad, query.dtype)
     longest = block_table.shape[1] * block_size if max_seq_len is None else max_seq_len
     if window:
@@ -204,23 +196,11 @@ def paged_decode(
         weight,
         tile.score_factor(scale, soft_cap, fp8),
         tile.value_factor(fp8),
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        block_table.stride(0),
-        *layer_cache.stride()[:4],
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        SOFT_CAP=soft_cap * tile.LOG2_E,
-        WINDOW=window,
-        FP8=fp8,
+        tile.Strides.of(query, out, block_table, layer_cache),
+        **tile.constants(query, layer_cache, soft_cap, window, fp8),
         NUM_SPLITS=num_splits,
         ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
         KEYS=keys,
-        DIM_PAD=dim_pad,
         num_warps=4,
         num_stages=_num_stages(),
     )

@@ -35,15 +35,7 @@ def prefill_kernel(
     num_seqs,
     score_factor,
     value_factor,
-    stride_query_token,
-    stride_query_head,
-    stride_out_token,
-    stride_out_head,
-    stride_table,
-    stride_block,
-    stride_value,
-    stride_row,
-    stride_head,
+    strides,  # attention_tile.Strides
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -84,7 +76,7 @@ def prefill_kernel(
         flat = (start + token).to(tl.int64)
         stored = there[:, None] & (dim < HEAD_DIM)[None, :]
         q = tl.load(
-            query_ptr + flat[:, None] * stride_query_token + head[:, None] * stride_query_head + dim[None, :],
+            query_ptr + flat[:, None] * strides.query_token + head[:, None] * strides.query_head + dim[None, :],
             mask=stored,
             other=0,
         )
@@ -106,9 +98,9 @@ def prefill_kernel(
             first = tl.maximum(first_own - WINDOW + 1, 0)
             unmasked_end = first // KEYS * KEYS
 
-        key_ptr = cache_ptr + kv_head * stride_head
-        value_ptr = key_ptr + stride_value
-        seq_table_ptr = table_ptr + seq.to(tl.int64) * stride_table
+        key_ptr = cache_ptr + kv_head * strides.head
+        value_ptr = key_ptr + strides.value
+        seq_table_ptr = table_ptr + seq.to(tl.int64) * strides.table
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -117,7 +109,7 @@ def prefill_kernel(
                 position = begin + tl.arange(0, KEYS)
                 acc, top, total = attend_tile(
                     q, key_ptr, value_ptr, seq_table_ptr, position, position, position, acc, top, total,
-                    score_factor, stride_block, stride_row, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, DIM_PAD, FP8, False,
+                    score_factor, strides, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, DIM_PAD, FP8, False,
                 )  # fmt: skip
         for begin in range(unmasked_end, end, KEYS):
             position = begin + tl.arange(0, KEYS)
@@ -127,12 +119,12 @@ def prefill_kernel(
                 seen &= position[None, :] > own[:, None] - WINDOW
             acc, top, total = attend_tile(
                 q, key_ptr, value_ptr, seq_table_ptr, position, wanted, seen, acc, top, total,
-                score_factor, stride_block, stride_row, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, DIM_PAD, FP8, True,
+                score_factor, strides, SOFT_CAP, BLOCK_SIZE, HEAD_DIM, DIM_PAD, FP8, True,
             )  # fmt: skip
 
         # Rows that stand for no token may have seen nothing.
         acc = acc * (value_factor / tl.where(total > 0, total, 1.0))[:, None]
-        out = out_ptr + flat[:, None] * stride_out_token + head[:, None] * stride_out_head + dim[None, :]
+        out = out_ptr + flat[:, None] * strides.out_token + head[:, None] * strides.out_head + dim[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
@@ -153,7 +145,7 @@ def paged_prefill(
     """The new tokens of each sequence, their keys and values in the cache already, over all that they see.
 
     Tokens before the first start and from the last on belong to no sequence; their rows of `out` are left alone.
-    A span must lie within its sequence: keys that are not in the cache yet cannot be seen.
+    Of a span that ends beyond its sequence, what is in the cache is seen.
 
     Raises:
         ValueError: a shape, dtype or number that the kernel has not been made for.
@@ -170,7 +162,7 @@ def paged_prefill(
     if not num_tokens:
         return out
     layer_cache, fp8 = tile.prepare_cache(layer_cache)
-    _, _, block_size, num_kv_heads, _ = layer_cache.shape
+    num_kv_heads = layer_cache.shape[3]
     group = num_heads // num_kv_heads
     rows, keys, num_warps, num_stages = _tiling(head_dim, query.dtype, -(-num_tokens // num_seqs) * group)
     rows = max(rows, triton.next_power_of_2(group))
@@ -187,24 +179,12 @@ def paged_prefill(
         num_seqs,
         tile.score_factor(scale, soft_cap, fp8),
         tile.value_factor(fp8),
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        block_table.stride(0),
-        *layer_cache.stride()[:4],
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        SOFT_CAP=soft_cap * tile.LOG2_E,
-        WINDOW=window,
+        tile.Strides.of(query, out, block_table, layer_cache),
+        **tile.constants(query, layer_cache, soft_cap, window, fp8),
         SPANS=span_ends is not None,
-        FP8=fp8,
         ROWS=rows,
         TOKENS=tokens,
         KEYS=keys,
-        DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
         num_warps=num_warps,
         num_stages=num_stages,
     )

@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 from kernels.layer_twins import mrope_angles_torch, norm_rotary_torch, rotary_torch
+from kernels.limits import MAX_HEAD_DIM
 
 __all__ = ["mrope_angles", "mrope_angles_torch", "norm_rotary", "norm_rotary_torch", "rotary", "rotary_torch"]
 
 #: Heads that one program rotates.
 _HEADS = 8
-MAX_HEAD_DIM = 256
 
 
 @triton.jit

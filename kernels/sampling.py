@@ -48,8 +48,6 @@ def select(
     highest,
     temperature,
     wanted,  # float64: of tokens, or of weight
-    floor,  # places below do not count,
-    floor_share,  # those at it by this share
     BY_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -66,7 +64,6 @@ def select(
             each = (column < vocab).to(tl.float32)
             if BY_WEIGHT:
                 each = tl.exp(scaled)
-                each = tl.where(place > floor, each, tl.where(place == floor, each * floor_share, 0.0))
             amount += tl.where(place[:, None] >= candidate[None, :], each[:, None], 0.0)
         enough = (tl.sum(amount.to(tl.float64), axis=0) >= wanted) | (digit == 0)
         best = tl.max(tl.where(enough, digit, 0), axis=0)
@@ -145,22 +142,19 @@ def sample_kernel(
         threshold = tl.full([1], 0, tl.uint32)
         threshold = tl.max(threshold, axis=0)  # a scalar
         at_threshold = vocab  # tokens kept of those at the threshold
-        share = 1.0
         if (top_k > 0) & (top_k < vocab):
-            threshold = select(
-                row_ptr, vocab, highest, temperature, top_k.to(tl.float64), threshold, share, False, BLOCK
-            )
-            above, _, at = at_and_above(row_ptr, vocab, highest, temperature, threshold, BLOCK)
+            threshold = select(row_ptr, vocab, highest, temperature, top_k.to(tl.float64), False, BLOCK)
+            above, _, _ = at_and_above(row_ptr, vocab, highest, temperature, threshold, BLOCK)
             at_threshold = top_k - above
-            share = at_threshold.to(tl.float32) / at.to(tl.float32)
         if top_p < 1.0:
             _, weight, at = at_and_above(row_ptr, vocab, highest, temperature, threshold, BLOCK)
             lowest = tl.exp(value_at(threshold)).to(tl.float64)
             kept = tl.minimum(at_threshold, at)
             total = weight + tl.where(kept > 0, lowest * kept.to(tl.float64), 0.0)
             wanted = tl.maximum(total * top_p, 1e-30)
-            nucleus = select(row_ptr, vocab, highest, temperature, wanted, threshold, share, True, BLOCK)
-            if nucleus >= threshold:
+            # What top-k cut off weighs in too: it stands behind all that is kept, which has enough by itself.
+            nucleus = select(row_ptr, vocab, highest, temperature, wanted, True, BLOCK)
+            if nucleus >= threshold:  # but for rounding it is
                 _, weight, _ = at_and_above(row_ptr, vocab, highest, temperature, nucleus, BLOCK)
                 # A token stays while those before it hold less than top_p together.
                 each = tl.exp(value_at(nucleus)).to(tl.float64)

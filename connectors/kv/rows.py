@@ -16,6 +16,8 @@ import torch
 import xxhash
 
 from connectors.device_copy import DeviceCopies
+from connectors.kv.base import BlockMover
+from connectors.kv.device_rows import DeviceRows
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -65,24 +67,33 @@ def grains_of(arrays: Iterable[Bytes], num_rows: int) -> Iterator[list[Bytes]]:
 
 
 class BlockRows:
-    """A cache `[num_blocks, elements_per_block]`, contiguous, on any device. Threads may use different rows at once."""
+    """A cache `[num_blocks, elements_per_block]`, contiguous, on any device. Threads may use different rows at once.
+    `mover` is for a cache that is not in host memory."""
 
-    def __init__(self, blocks: torch.Tensor) -> None:
+    def __init__(self, blocks: torch.Tensor, mover: BlockMover | None = None) -> None:
         if blocks.ndim != 2 or not blocks.is_contiguous():
             raise ValueError(f"a KV cache is a contiguous matrix, not {tuple(blocks.shape)}")
-        self._bytes = blocks.detach().view(torch.uint8)  # [num_blocks, row_bytes]
+        rows = blocks.detach().view(torch.uint8)  # [num_blocks, row_bytes]
         self._copies = DeviceCopies(blocks.device)
-        self._array: Bytes | None = self._bytes.numpy() if self._copies.on_host else None
-        self.num_blocks, self.row_bytes = self._bytes.shape
+        self.num_blocks, self.row_bytes = rows.shape
         self.grain = max(1, _GRAIN_BYTES // max(1, self.row_bytes))  # rows
         self.on_host = self._copies.on_host
+        self._array: Bytes | None = None
+        self._device: DeviceRows | None = None  # one of the two
+        if self.on_host:
+            self._array = rows.numpy()
+        elif mover is not None:
+            self._device = DeviceRows(rows, self._copies, mover)
+        else:
+            raise ValueError(f"a KV cache on {blocks.device} needs a block mover, and the engine set none")
 
     def gather(self, block_ids: Sequence[int], staging: Callable[[int], Bytes]) -> list[Bytes]:
         """The rows in order, as few arrays `[num_rows, row_bytes]`: views of the cache, one for each run of neighbours,
         where that makes large ones; else one copy, in pinned memory where the cache is on a GPU, else in what `staging`
         returns when asked for at least so many bytes, flat."""
         if self._array is None:
-            return [self._copies.to_host([self._bytes[i] for i in block_ids]).numpy()]
+            assert self._device is not None
+            return [self._device.to_host(block_ids).numpy()]
         runs = runs_of(block_ids)
         num_bytes = len(block_ids) * self.row_bytes
         if len(runs) > 1 and num_bytes < len(runs) * _MIN_FRAME_BYTES:
@@ -116,6 +127,9 @@ class BlockRows:
                 begin += len(array)
                 if len(ids) == 1 or len(runs_of(ids)) == 1:
                     self._array[ids[0] : ids[0] + len(ids)] = array
+                elif self.row_bytes >= _LONG_ROW_BYTES:
+                    for place, row in zip(ids, array, strict=True):
+                        self._array[place] = row
                 else:
                     self._array[np.asarray(ids)] = array
         return True
@@ -146,4 +160,5 @@ class BlockRows:
     def _to_device(self, block_ids: Sequence[int], rows: Sequence[Bytes]) -> None:
         host = self._copies.empty_host((len(block_ids), self.row_bytes), torch.uint8)
         np.concatenate(rows, out=host.numpy())
-        self._copies.to_device([(self._bytes[i], row) for i, row in zip(block_ids, host, strict=True)])
+        assert self._device is not None
+        self._device.to_device(block_ids, host)

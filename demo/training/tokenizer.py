@@ -5,9 +5,10 @@ Every word of the questions and answers, with the space before it, is one token;
 
 from __future__ import annotations
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from demo.checkpoint_tokenizers import QWEN_ADDED, QWEN_SPECIAL
+from demo.checkpoint_text import KNOWN_ROLES, qwen_chat_template
+from demo.checkpoint_tokenizers import add_qwen_tokens, train_byte_level
 from demo.pictures import COLOURS, SHAPES
 from demo.questions import NUMBERS, ORDINALS
 
@@ -26,55 +27,22 @@ _SENTENCES = (
 )
 
 #: A picture is introduced by its number, counted through the whole conversation.
-CHAT_TEMPLATE = """\
-{%- set pictures = namespace(shown=0) %}
-{%- for message in messages %}
-    {%- if message.role not in ('system', 'user', 'assistant') %}
-        {{- raise_exception('a message has the role ' ~ message.role ~ '; known are system, user and assistant') }}
-    {%- endif %}
-    {{- '<|im_start|>' ~ message.role ~ '\\n' }}
-    {%- if message.content is string %}
-        {{- message.content }}
-    {%- else %}
-        {%- for part in message.content %}
-            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
+CHAT_TEMPLATE = qwen_chat_template(
+    KNOWN_ROLES,
+    before="{%- set pictures = namespace(shown=0) %}\n",
+    image="""\
                 {%- set pictures.shown = pictures.shown + 1 %}
                 {{- 'Picture ' ~ pictures.shown ~ ': <|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- elif 'text' in part %}
-                {{- part.text }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+""",
+)
 
 
 def train_tokenizer() -> Tokenizer:
     """Byte-level BPE; the same, always. Qwen's special and added tokens have the last ids."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
     words = [*COLOURS, *SHAPES, *NUMBERS, *ORDINALS]
     words += [shape + ("es" if shape == "cross" else "s") for shape in SHAPES]
     # A word alone begins an answer; with a space before it, it goes on.
     corpus = [*_SENTENCES, *words, *(f" {word}" for word in words), "a", "an"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=4096,  # more than the corpus can fill: every word becomes one token
-        min_frequency=1,
-        show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
-    for texts, special in ((QWEN_SPECIAL, True), (QWEN_ADDED, False)):
-        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])
+    tokenizer = train_byte_level(_SPLIT, corpus, 4096)  # more than the corpus can fill: every word becomes one token
+    add_qwen_tokens(tokenizer)
     return tokenizer

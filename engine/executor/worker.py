@@ -41,6 +41,7 @@ class Worker:
             max_model_len=spec.max_model_len,
             block_size=config.block_size,
             notify=notify,
+            enforce_eager=config.enforce_eager,
         )
 
     def load_model(self) -> WorkerReport:

@@ -13,8 +13,10 @@ import torch
 
 from connectors.device_copy import DeviceCopies
 from core.types import KVRole
+from kernels.dispatch import LayerShapes, choose_kernels
 from tests.connectors.support import ECPair, KVPair, key, random_bits, same_bits
 
+SHAPES = LayerShapes(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
@@ -39,8 +41,9 @@ def test_embeddings(tmp_path: Path, closing: Callable[[ECPair], ECPair], device:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_blocks(closing: Callable[[KVPair], KVPair], device: str, dtype: torch.dtype) -> None:
     # "staged" is host memory that pretends; it must not be shared as such.
-    prefill = closing(KVPair(KVRole.PRODUCER, dtype=dtype, device=device, same_host="never"))
-    decode = closing(KVPair(KVRole.CONSUMER, dtype=dtype, device=device, blocks_per_message=2))
+    mover = choose_kernels(torch.device(device), dtype, SHAPES, {})
+    prefill = closing(KVPair(KVRole.PRODUCER, dtype=dtype, device=device, mover=mover, same_host="never"))
+    decode = closing(KVPair(KVRole.CONSUMER, dtype=dtype, device=device, mover=mover, blocks_per_message=2))
     theirs, ours = [4, 5, 6, 15, 0], [8, 7, 0, 1, 2]
     decode.pull("d", prefill.lease("r", theirs), ours)
     assert decode.report().finished_recving == ["d"]

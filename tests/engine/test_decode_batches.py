@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from engine.decode_batches import DecodeBatches, batch_sizes
 from engine.input_batch import StepInputs
+from engine.memory import CacheSizes
+from engine.model_runner import ModelRunner
+from engine.models.registry import open_model
 from kernels.device_batch import DeviceBatch, build_device_batch
 
 CPU = torch.device("cpu")
@@ -75,10 +81,22 @@ def test_a_step_runs_in_the_next_larger_size(num_seqs: int, size: int) -> None:
     assert token_ids.tolist() == [*inputs.token_ids, *[0] * padding]
     assert positions.tolist() == [[*row, *[0] * padding] for row in inputs.positions]
     assert batch.num_decodes == size
+    assert batch.query_starts.tolist() == list(range(size + 1))
     assert batch.slots.tolist() == [*expected.slots, *[-1] * padding]
     assert batch.seq_lens.tolist() == [*expected.seq_lens, *[0] * padding]
     assert torch.equal(batch.block_table[:num_seqs, : expected.block_table.shape[1]], expected.block_table)
     assert batch.max_seq_len == 24
+
+
+def test_what_a_capture_runs_touches_no_cache() -> None:
+    """Before the first step there are no requests: every sequence is empty, and no slot is written to."""
+
+    def step(token_ids: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        assert batch.slots.tolist() == [-1] * 8
+        assert batch.seq_lens.tolist() == [0] * 8
+        return torch.zeros(len(token_ids), 1)
+
+    assert len(made_with(step)._call(8)) == 8
 
 
 def test_the_buffers_stay_where_they_are() -> None:
@@ -100,3 +118,18 @@ def test_the_buffers_stay_where_they_are() -> None:
 def test_prompts_do_not_fit(seq_lens: list[int], query_lens: list[int]) -> None:
     batches = made_with(None)
     assert not batches.fits(step_of(seq_lens, query_lens))
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_an_eager_engine_has_none(tiny_model: Path, enforce_eager: bool) -> None:
+    runner = ModelRunner(
+        open_model(tiny_model, "float32"), CPU, vision=False, language=True, max_num_seqs=2, max_num_batched_tokens=16,
+        max_model_len=32, block_size=BLOCK_SIZE, notify=lambda: None, enforce_eager=enforce_eager,
+    )  # fmt: skip
+    runner.load_weights(tiny_model)
+    assert runner._kernels is not None
+    # Only Triton's kernels take such batches; nothing is launched here.
+    runner._kernels = dataclasses.replace(runner._kernels, name="triton")
+    runner.allocate(CacheSizes(num_blocks=8, buffer_rows=4))
+    assert (runner._decodes is None) is enforce_eager
+    runner.close()

@@ -25,10 +25,17 @@ class AttentionCase:
     dtype: torch.dtype = torch.float32
     fp8: bool = False
     seed: int = 0
+    #: Added to the scores of each sequence's first and last key, and in between along a line.
+    ramp: tuple[float, float] = (0.0, 0.0)
 
     @property
     def scale(self) -> float:
         return 1 / math.sqrt(self.head_dim)
+
+    @property
+    def bound(self) -> float:
+        """Of `error`. A score is rounded in float32, and so is its weight by as much: the larger, the more."""
+        return BOUNDS[self.dtype] + 2.0**-22 * max(map(abs, self.ramp))
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,16 @@ def make_inputs(case: AttentionCase, *, window: int = 0) -> AttentionInputs:
             table[i, j] = order.pop()
         for position in range(gone, cached + new):
             row = torch.randn(2, case.num_kv_heads, case.head_dim, generator=random)
+            if any(case.ramp):
+                low, high = case.ramp
+                row[0, :, 0] = low + (high - low) * position / max(1, cached + new - 1)
             block = int(table[i, position // case.block_size])
             # fp8 has no indexing assignment of its own on a CPU.
             cache[block, :, position % case.block_size].copy_(row.to(cache_dtype))
     starts = torch.tensor([0, *(new for _, new in case.sequences)]).cumsum(0).to(torch.int32)
     query = torch.randn(int(starts[-1]), case.num_kv_heads * case.group, case.head_dim, generator=random)
+    if any(case.ramp):
+        query[:, :, 0] = 1 / case.scale
     scales = torch.rand(2, case.num_kv_heads, generator=random) + 0.5 if case.fp8 else None
     seq_lens = torch.tensor([cached + new for cached, new in case.sequences], dtype=torch.int32)
     return AttentionInputs(query.to(case.dtype), cache, table, starts, seq_lens, scales)

@@ -32,8 +32,8 @@ def _import_interpreted() -> None:
     try:
         # The first launch imports this one, and it refuses interpreted functions without the variable.
         importlib.import_module("triton.experimental.gluon")
-        for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
-            importlib.import_module(module.name)
+        for found in pkgutil.walk_packages(kernels.__path__, "kernels."):
+            importlib.import_module(found.name)
     finally:
         if before is None:
             del os.environ[_VARIABLE]

@@ -70,6 +70,20 @@ def test_prefill_agrees_at_unfriendly_lengths(dtype: torch.dtype) -> None:
     assert prefill_error(case) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ramp", [(-300.0, -300.0), (300.0, 300.0), (-400.0, 300.0), (300.0, -400.0)])
+def test_scores_beyond_what_exp2_holds(ramp: tuple[float, float], dtype: torch.dtype) -> None:
+    """All far above or below zero, and rising or falling along the sequence by more than float32's exponents span: each
+    tile, and each split, has another maximum. Splits of one tile and of several, empty ones, and no splits."""
+    case = AttentionCase(((0, 1), (59, 6), (300, 20)), block_size=16, num_kv_heads=1, dtype=dtype, ramp=ramp)
+    assert prefill_error(case) < case.bound
+    for max_seq_len in (1, 64 * 4, 64 * 9):
+        assert decode_error(case, max_seq_len=max_seq_len) < case.bound
+    with np.errstate(over="ignore"):  # the cap's own exponential may be infinite, and no other
+        assert prefill_error(case, soft_cap=2.5) < case.bound
+        assert decode_error(case, soft_cap=2.5, max_seq_len=64 * 5) < case.bound
+
+
 @pytest.mark.parametrize("head_dim", [1, 32, 72, 80, 96, 128, 256])
 def test_heads_that_are_no_power_of_two_are_padded(head_dim: int) -> None:
     case = AttentionCase(((20, 9), (0, 3)), head_dim=head_dim, num_kv_heads=1)
@@ -135,21 +149,24 @@ def test_soft_cap_and_window(soft_cap: float, window: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 6])
 def test_tokens_of_an_image_see_all_of_it(window: int) -> None:
-    """Images within a chunk, at its end, and one that takes up several tiles of queries and of keys."""
+    """Images within a chunk, at its end, one that goes on in the next chunk, and one of several tiles of queries and of
+    keys."""
     case = AttentionCase(((10, 20), (0, 9), (0, 150)), group=1, num_kv_heads=1)
     span_ends = torch.zeros(179, dtype=torch.int32)
     span_ends[2:7] = 17  # positions 12 to 16 of the first sequence
     span_ends[15:20] = 30
-    span_ends[20:29] = 9
+    span_ends[20:29] = 40
     span_ends[29 + 20 : 29 + 140] = 140
     assert prefill_error(case, span_ends=span_ends, window=window) < BOUNDS[case.dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fp8_cache_with_a_scale_per_head(dtype: torch.dtype) -> None:
-    case = AttentionCase(((70, 3), (0, 5)), head_dim=32, dtype=dtype, fp8=True)
-    assert decode_error(case) < BOUNDS[dtype]
-    assert prefill_error(case, soft_cap=3.0) < BOUNDS[dtype]
+    for ramp in ((0.0, 0.0), (-300.0, 250.0)):
+        case = AttentionCase(((70, 3), (0, 5)), head_dim=32, dtype=dtype, fp8=True, ramp=ramp)
+        assert decode_error(case) < case.bound
+        with np.errstate(over="ignore"):  # the cap's own exponential
+            assert prefill_error(case, soft_cap=3.0) < case.bound
 
 
 def test_every_value_of_e4m3_is_read_exactly() -> None:
@@ -226,7 +243,9 @@ def test_a_step_of_decodes_and_chunks_is_attended_to_as_one() -> None:
             block_size=case.block_size,
             device=torch.device("cpu"),
         )
-        assert batch.num_decodes == sum(cached > 0 and new == 1 for cached, new in sequences)
+        decodes = [cached + new for cached, new in sequences if cached and new == 1]
+        assert batch.num_decodes == len(decodes)
+        assert batch.max_seq_len == max(decodes, default=1)
         exact = inputs.in_float64()
         expected = paged_prefill_torch(
             exact.query, exact.layer_cache, exact.block_table, exact.query_starts, exact.seq_lens, case.scale

@@ -238,7 +238,7 @@ class Engine:
             begin_s = time.monotonic()
             self.call(side.close)
             seconds = time.monotonic() - begin_s
-            expect(seconds < _CLOSE_LIMIT_S + 0.5, f"close of the {side.side} side took {seconds:.1f} s")
+            expect(seconds < _CLOSE_LIMIT_S + SLACK_S, f"close of the {side.side} side took {seconds:.1f} s")
             self.call(side.close)
 
     # ---- inside ----

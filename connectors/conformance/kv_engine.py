@@ -13,6 +13,7 @@ import torch
 
 from connectors.conformance.channel import Channel, ChannelError
 from connectors.conformance.ends import DTYPES, PAINT, FailedError, RefusedError, expect, payload
+from connectors.conformance.engine import SLACK_S
 from connectors.conformance.factory import ConnectorFactory
 from connectors.conformance.processes import fork, kill
 from connectors.kv.base import KVConnectorBase, KVConnectorConfig, KVConnectorOutput, KVLayout, KVSide
@@ -23,7 +24,7 @@ LAYOUT = KVLayout(version=1, model="m" * 64, dtype="float32", num_layers=3, bloc
 #: Within which a pull or a lease ends, and what a machine under load may add.
 LIMIT_S = 15.0
 _POLL_S = 0.005
-_CLOSE_S = 2.5
+_CLOSE_S = 2.0 + SLACK_S
 
 
 class KVEngine:

@@ -11,16 +11,15 @@ from collections.abc import Callable
 import zmq
 
 from connectors.breaker import CircuitBreaker
+from connectors.connections import Connections
 from connectors.ec.peer_connection import PeerConnection
 from connectors.ec.peer_orders import Order
-from connectors.kv.waker import Waker
+from connectors.waker import Waker
 from connectors.zmq_link import BrokenError
 
 log = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS = 64
 _MAX_BREAKERS = 1024
-_IDLE_CLOSE_S = 60.0
 #: How often an order goes on over a new connection after its own broke.
 _MAX_MOVES = 2
 
@@ -55,9 +54,9 @@ class PeerClient:
         self._orders: deque[Order] = deque()  # new ones; append and popleft are atomic
         self._under_way: deque[Order] = deque()  # in the order of their deadlines
         self._waiting: deque[Order] = deque()  # for a free place among the connections
-        self._connections: dict[str, PeerConnection] = {}
         self._breakers: OrderedDict[str, CircuitBreaker] = OrderedDict()
         self._poller = zmq.Poller()
+        self._connections = Connections[PeerConnection](self._poller)
         self._waker = Waker()
         self._poller.register(self._waker.reader, zmq.POLLIN)
         self._closing = False
@@ -89,11 +88,10 @@ class PeerClient:
                     self._step()
                 except Exception:
                     log.exception("pulling items from encoders failed")
-                    for connection in list(self._connections.values()):
+                    for connection in self._connections:
                         self._drop(connection, BrokenError("internal error of the consumer"))
         finally:
-            for connection in self._connections.values():
-                connection.close()
+            self._connections.close()
             self._waker.close()
 
     def _step(self) -> None:
@@ -101,7 +99,7 @@ class PeerClient:
         if self._waker.reader.fileno() in ready:
             self._waker.drain()
         now_s = time.monotonic()
-        for connection in list(self._connections.values()):
+        for connection in self._connections:
             try:
                 if connection.link.socket in ready:
                     connection.receive()
@@ -112,7 +110,7 @@ class PeerClient:
                 self._drop(connection, error)
             self._take_ended(connection)
         self._expire(now_s)
-        self._close_idle(now_s)
+        self._connections.remove_idle(now_s)
         # After the connections: one that broke while it was idle must not be given a new order.
         new = [self._orders.popleft() for _ in range(len(self._orders))]
         self._under_way.extend(new)
@@ -120,12 +118,9 @@ class PeerClient:
         self._begin_all([*again, *new])
 
     def _poll_ms(self) -> int | None:
-        if self._orders or (self._waiting and len(self._connections) < _MAX_CONNECTIONS):
+        if self._orders or (self._waiting and not self._connections.are_full):
             return 0
-        times = [
-            connection.last_progress_s + _IDLE_CLOSE_S if connection.deadline_s is None else connection.deadline_s
-            for connection in self._connections.values()
-        ]
+        times = self._connections.times_s()
         while self._under_way and self._under_way[0].over:
             self._under_way.popleft()
         if self._under_way:
@@ -160,7 +155,7 @@ class PeerClient:
         connection = self._connections.get(address)
         if connection is not None:
             return connection
-        if len(self._connections) >= _MAX_CONNECTIONS and not self._make_room():
+        if not self._connections.has_room():
             return None
         breaker = self._breaker_of(address)
         if not breaker.allow():
@@ -170,8 +165,7 @@ class PeerClient:
         except BrokenError:
             self._note_failure(address)
             raise
-        self._connections[address] = connection
-        connection.link.register(self._poller)
+        self._connections.add(connection)
         return connection
 
     def _breaker_of(self, address: str) -> CircuitBreaker:
@@ -214,23 +208,12 @@ class PeerClient:
             if not order.over:
                 self._end(order, f"{order.source.address} took too long")
 
-    def _make_room(self) -> bool:
-        idle = [connection for connection in self._connections.values() if connection.idle]
-        if idle:
-            self._discard(min(idle, key=lambda connection: connection.last_progress_s))
-        return bool(idle)
-
-    def _close_idle(self, now_s: float) -> None:
-        for connection in list(self._connections.values()):
-            if connection.idle and now_s >= connection.last_progress_s + _IDLE_CLOSE_S:
-                self._discard(connection)
-
     def _drop(self, connection: PeerConnection, error: BrokenError) -> None:
         """It broke. What was under way goes on over a new one if that may help, and fails if not."""
         was_idle = connection.idle and connection.is_up
         self._take_ended(connection)
         orders = connection.take_orders()
-        self._discard(connection)
+        self._connections.remove(connection)
         if was_idle:
             return
         self._note_failure(connection.address)
@@ -241,8 +224,3 @@ class PeerClient:
                 self._waiting.append(order)
             else:
                 self._end(order, str(error))
-
-    def _discard(self, connection: PeerConnection) -> None:
-        del self._connections[connection.address]
-        connection.link.unregister(self._poller)
-        connection.close()

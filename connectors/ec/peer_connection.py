@@ -15,7 +15,6 @@ import zmq
 
 from connectors.ec.peer_orders import Order, Question, Transfer
 from connectors.ec.peer_wire import (
-    MAX_HEADER_BYTES,
     MAX_KEYS,
     WIRE_VERSION,
     Answer,
@@ -25,7 +24,6 @@ from connectors.ec.peer_wire import (
     Found,
     Hello,
     Item,
-    MalformedError,
     Open,
     Pull,
     Refused,
@@ -36,6 +34,7 @@ from connectors.ec.peer_wire import (
     encode,
 )
 from connectors.ec.store import CHUNK_BYTES
+from connectors.peer_messages import MAX_HEADER_BYTES, MalformedError
 from connectors.zmq_link import BrokenError, Link
 
 #: Chunks in flight on one connection: they keep the line busy while one is checked and copied.

@@ -24,16 +24,15 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
 import msgspec
 import torch
 
 from connectors.ec.base import MAX_SOURCE_CHARS
+from connectors.peer_messages import Sequence, Token, decode
 
 WIRE_VERSION = 1
-#: Largest header that either end takes; nothing that a consumer sends is longer.
-MAX_HEADER_BYTES = 64 * 1024
 #: Most keys of one Ask, and most chunks of one item: a header must hold them.
 MAX_KEYS = 256
 MAX_CHUNKS = 3000
@@ -44,8 +43,6 @@ _SOURCE = re.compile(
 )
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-Token = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-Sequence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Reason = Annotated[str, msgspec.Meta(max_length=512)]
 Checksum = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # XXH3-128
 ChunkIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
@@ -129,15 +126,9 @@ Request = Hello | Ask | Open | Pull | Done
 Answer = Found | Item | Chunk | Failed
 Reply = Welcome | Refused | Answer
 
-T = TypeVar("T")
-
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUEST_DECODER: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPLY_DECODER: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-
-
-class MalformedError(Exception):
-    """Bytes from the network that are not a message of ours."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -168,18 +159,9 @@ def encode(message: Request | Reply) -> bytes:
 
 def decode_request(frame: bytes | memoryview) -> Request:
     """Raises MalformedError."""
-    return _decode(_REQUEST_DECODER, frame)
+    return decode(_REQUEST_DECODER, frame)
 
 
 def decode_reply(frame: bytes | memoryview) -> Reply:
     """Raises MalformedError."""
-    return _decode(_REPLY_DECODER, frame)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:
-    if len(frame) > MAX_HEADER_BYTES:
-        raise MalformedError(f"{len(frame)} bytes are more than {MAX_HEADER_BYTES}")
-    try:
-        return decoder.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise MalformedError(str(error)) from None
+    return decode(_REPLY_DECODER, frame)

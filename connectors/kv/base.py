@@ -27,7 +27,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -122,6 +122,19 @@ class KVConnectorConfig(Struct, frozen=True):
     notify: Callable[[], None]
 
 
+class BlockMover(Protocol):
+    """Whole blocks of a cache on a device, `[num_blocks, row]`, and a buffer beside it, `[>= n, row]`, in one launch on
+    the calling thread's stream. `block_ids` `[n]` int64, each once, are on the device too. Any thread."""
+
+    @property
+    def gather_blocks(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        """`(cache, block_ids, staging)`: `staging[i] = cache[block_ids[i]]`."""
+
+    @property
+    def scatter_blocks(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        """`(staging, block_ids, cache)`: `cache[block_ids[i]] = staging[i]`."""
+
+
 class KVConnectorBase(ABC):
     """Base of every KV connector. See the module's docstring for the rules."""
 
@@ -135,6 +148,8 @@ class KVConnectorBase(ABC):
         self._expected: dict[str, KVHandle] = {}
         self._metadata: KVConnectorMetadata | None = None
         self._address = ""
+        #: Worker side: the engine sets it before `register_kv_caches`. None where it has no language model.
+        self.block_mover: BlockMover | None = None
 
     # ---- scheduler side ----
 

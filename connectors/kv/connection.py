@@ -19,13 +19,11 @@ from connectors.kv.segment import MappedSegment, SameHost, UnreachableError, hos
 from connectors.kv.transfer import NETWORK, Piece, Transfer
 from connectors.kv.wire import (
     MAX_BLOCKS_PER_MESSAGE,
-    MAX_HEADER_BYTES,
     WIRE_VERSION,
     Ack,
     Failed,
     HandleParams,
     Hello,
-    MalformedError,
     Places,
     Pull,
     Refused,
@@ -37,6 +35,7 @@ from connectors.kv.wire import (
     decode_reply,
     encode,
 )
+from connectors.peer_messages import MAX_HEADER_BYTES, MalformedError
 from connectors.zmq_link import BrokenError, Link
 from core.errors import IncompatibleError
 
@@ -80,7 +79,8 @@ class Connection:
         self._layout = layout
         self._rows = rows
         row_bytes, most = max(1, rows.row_bytes), min(blocks_per_message, MAX_BLOCKS_PER_MESSAGE)
-        self._most_mapped = max(1, min(most, _MAX_MAPPED_BYTES // row_bytes))
+        most_mapped = max(1, min(most, _MAX_MAPPED_BYTES // row_bytes))
+        self._most_mapped = most_mapped // rows.grain * rows.grain or most_mapped  # whole grains, as they are published
         self._most_blocks = max(1, min(most, _MAX_MESSAGE_BYTES // row_bytes))
         self._least_blocks = max(1, min(most, _MIN_MESSAGE_BYTES // row_bytes))
         self._timeout_s = timeout_s
@@ -232,7 +232,7 @@ class Connection:
             self._end(transfer, f"{self.address}: {answer.reason}")
             return
         if isinstance(answer, Places):
-            problem = self._copy_rows(piece, transfer, answer)
+            problem = self._copy_rows(piece, transfer, answer.block_ids, answer.checksums)
         else:
             problem = self._take_rows(piece, transfer, answer.checksums, frames)
         if problem:
@@ -257,17 +257,35 @@ class Connection:
         ours = transfer.block_ids[piece.first : piece.first + piece.count]
         return "" if self._rows.scatter(ours, rows, checksums) else _mismatch(piece)
 
-    def _copy_rows(self, piece: Piece, transfer: Transfer, places: Places) -> str:
+    def _copy_rows(self, piece: Piece, transfer: Transfer, theirs: list[int], checksums: bytes) -> str:
         """Copy a piece's blocks out of the producer's memory; the reason where what was copied is not what it meant,
         which happens when the lease has ended and other requests use the blocks."""
         if self._segment is None:
             return "places came, and no memory is mapped"
-        theirs = places.block_ids
         if len(theirs) != piece.count or max(theirs) >= len(self._segment.rows):
             return f"{len(theirs)} places came for {piece.count} blocks of {len(self._segment.rows)} in memory"
         ours = transfer.block_ids[piece.first : piece.first + piece.count]
-        is_whole = self._rows.copy_from(ours, self._segment.rows, theirs, places.checksums)
+        is_whole = self._rows.copy_from(ours, self._segment.rows, theirs, checksums)
         return "" if is_whole else _mismatch(piece)
+
+    def _copy_published(self, piece: Piece, transfer: Transfer) -> bool:
+        """Copy a piece's blocks if the producer has published where they are. False where it must be asked, as it is
+        for what was published and did not match."""
+        if transfer.road != SAME_HOST or piece.tries or self._segment is None:
+            return False
+        params = transfer.params
+        published = self._segment.board.find(
+            params.request_id, params.token, piece.first, piece.count, self._rows.grain
+        )
+        if published is None:
+            return False
+        problem = self._copy_rows(piece, transfer, published.block_ids, published.checksums)
+        self.last_progress_s = time.monotonic()
+        if problem:
+            transfer.again(piece, f"{self.address}: {problem}")
+        else:
+            transfer.received(piece)
+        return True
 
     def _lose(self, sequence: int) -> None:
         piece, transfer = self._in_flight.pop(sequence)
@@ -280,10 +298,10 @@ class Connection:
         if not self._welcomed:
             return
         for transfer in list(self._transfers.values()):
-            if transfer.is_complete:
-                self._end(transfer, None)
             while len(self._in_flight) < _WINDOW and transfer.missing:
                 piece = transfer.next_piece(self._blocks_per_message(transfer))
+                if self._copy_published(piece, transfer):
+                    continue
                 params, sequence = transfer.params, next(self._sequences)
                 # First, so that a send which fails leaves the piece where `detach` finds it.
                 self._in_flight[sequence] = (piece, transfer)
@@ -292,6 +310,8 @@ class Connection:
                 self.link.send(
                     encode(Pull(sequence, params.request_id, params.token, piece.first, piece.count, mapped))
                 )
+            if transfer.is_complete:
+                self._end(transfer, None)
 
     def _blocks_per_message(self, transfer: Transfer) -> int:
         if transfer.road == SAME_HOST:

@@ -10,6 +10,7 @@ import enum
 import hmac
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from connectors.kv.base import KVConnectorOutput, KVLease
 
@@ -49,6 +50,12 @@ class LeaseTable:
         self._ended: OrderedDict[str, NoLease] = OrderedDict()  # by token
         self._finished: list[str] = []
         self._expired: list[str] = []
+        self._note_end: Callable[[str], None] | None = None
+
+    def watch(self, ended: Callable[[str], None]) -> None:
+        """From now on, call `ended` with the token of each lease that ends, before anybody can learn of it otherwise.
+        On the thread that ends it, with the table locked."""
+        self._note_end = ended
 
     def add(self, lease: KVLease, now_s: float) -> bool:
         """Pin. False, and nothing changes, where a lease of that request id exists."""
@@ -132,6 +139,8 @@ class LeaseTable:
 
     def _end(self, request_id: str, why: NoLease) -> None:
         pinned = self._pinned.pop(request_id)
+        if self._note_end is not None:
+            self._note_end(pinned.lease.token)
         self._finished.append(request_id)
         self._ended[pinned.lease.token] = why
         if len(self._ended) > _MAX_ENDED:

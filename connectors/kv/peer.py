@@ -3,7 +3,8 @@
 The scheduler side mints a token for each lease and writes it, with the worker side's address, into the handle. The
 worker side has one thread that serves (`server.py`) and one that pulls (`puller.py`); the messages are in `wire.py`.
 Where both ends share a host, the bytes do not go through the network: the consumer copies them out of the producer's
-memory (`segment.py`), and leases, acknowledgements and checksums take the same road as ever.
+memory (`segment.py`). It finds there too where they are and what their checksums are (`board.py`), or asks; leases and
+acknowledgements take the same road as ever.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from connectors.kv.base import (
 from connectors.kv.leases import LeaseTable
 from connectors.kv.puller import Puller
 from connectors.kv.rows import BlockRows
-from connectors.kv.segment import SameHost, SharedSegment, host_identity
+from connectors.kv.segment import SameHost, SharedSegment, host_identity, private_memory
 from connectors.kv.server import BlockServer
 from connectors.kv.transfer import PullEnd
 from connectors.kv.wire import (
@@ -129,7 +130,7 @@ class KVPeerConnector(KVConnectorBase):
     def allocate_kv_cache(self, num_bytes: int, device: torch.device) -> torch.Tensor | None:
         same_host = self._options.same_host
         if same_host is SameHost.NEVER or not self.config.role.produces:
-            return None
+            return private_memory(num_bytes) if device.type == "cpu" else None
         problem = "" if device.type == "cpu" else f"the cache is on {device}"
         if not problem:
             try:
@@ -147,7 +148,7 @@ class KVPeerConnector(KVConnectorBase):
             raise ValueError(f"a KV cache of {tuple(blocks.shape)} is not of layout {self.config.layout.describe()}")
         if self._context is None:
             raise ValueError("only the worker side takes a KV cache")
-        rows = BlockRows(blocks)
+        rows = BlockRows(blocks, self.block_mover)
         if self._segment is not None:
             if not self._segment.holds(blocks):
                 raise ValueError("the KV cache is not in the memory that was allocated for it")

@@ -15,21 +15,20 @@ from collections.abc import Callable, Iterable, Iterator
 
 import zmq
 
+from connectors.connections import Connections
 from connectors.kv.base import KVLayout, KVPull
 from connectors.kv.connection import Connection, RefusedError, SilentError
 from connectors.kv.rows import BlockRows
 from connectors.kv.segment import SameHost
 from connectors.kv.transfer import PullEnd, Transfer
-from connectors.kv.waker import Waker
 from connectors.kv.wire import HandleParams, check_layout, decode_handle
+from connectors.waker import Waker
 from connectors.zmq_link import BrokenError
 from core.errors import TriptychError
 from core.types import KVHandle
 
 log = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS = 64
-_IDLE_CLOSE_S = 60.0
 #: Leases are renewed so many times in the time that they last.
 _RENEWALS = 3
 
@@ -71,9 +70,9 @@ class Puller:
         self._orders: deque[tuple[str, KVHandle] | KVPull | str] = deque()
         self._transfers: dict[str, Transfer] = {}
         self._kept: dict[str, _Kept] = {}  # by request id, as are the transfers
-        self._connections: dict[str, Connection] = {}
         self._waiting: deque[Transfer] = deque()  # for a free place among the connections
         self._poller = zmq.Poller()
+        self._connections = Connections[Connection](self._poller)
         self._waker = Waker()
         self._poller.register(self._waker.reader, zmq.POLLIN)
         self._closing = False
@@ -104,13 +103,11 @@ class Puller:
                     self._step()
                 except Exception:
                     log.exception("pulling KV blocks failed")
-                    for connection in list(self._connections.values()):
+                    for connection in self._connections:
                         for transfer in self._forget(connection):
                             self._ended(transfer, "internal error of the consumer")
         finally:
-            for connection in self._connections.values():
-                connection.close()
-            self._connections.clear()
+            self._connections.close()
             self._waker.close()
 
     def _step(self) -> None:
@@ -118,13 +115,15 @@ class Puller:
         if self._waker.reader.fileno() in ready:
             self._waker.drain()
         now_s = time.monotonic()
-        for connection in list(self._connections.values()):
+        for connection in self._connections:
             with self._guarded(connection):
-                if connection.link.socket in ready or connection.link.monitor in ready:
+                broke = connection.link.monitor in ready
+                if broke or connection.link.socket in ready:
                     connection.receive()
+                if broke:
                     connection.link.check()
                 connection.check_time(now_s)
-        self._close_idle(now_s)
+        self._connections.remove_idle(now_s)
         # After the connections: one that broke while it was idle must not be given a new pull.
         self._take_orders()
         self._renew(now_s)
@@ -132,10 +131,7 @@ class Puller:
             self._begin(self._waiting.popleft())
 
     def _poll_ms(self) -> int | None:
-        times = [
-            c.last_progress_s + _IDLE_CLOSE_S if c.deadline_s is None else c.deadline_s
-            for c in self._connections.values()
-        ]
+        times = self._connections.times_s()
         times += [kept.next_s for kept in self._kept.values()]
         return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
@@ -194,7 +190,8 @@ class Puller:
             self._waiting.remove(transfer)
             self._ended(transfer, "cancelled")
         else:
-            connection = self._connections[transfer.params.address]
+            connection = self._connections.get(transfer.params.address)
+            assert connection is not None
             with self._guarded(connection):
                 connection.cancel(transfer)
 
@@ -246,7 +243,7 @@ class Puller:
         connection = self._connections.get(address)
         if connection is not None:
             return connection
-        if len(self._connections) >= _MAX_CONNECTIONS and not self._make_room():
+        if not self._connections.has_room():
             return None
         connection = Connection(
             self._context,
@@ -258,8 +255,7 @@ class Puller:
             self._same_host,
             self._ended,
         )
-        self._connections[address] = connection
-        connection.link.register(self._poller)
+        self._connections.add(connection)
         return connection
 
     @contextlib.contextmanager
@@ -291,19 +287,6 @@ class Puller:
                 self._ended(transfer, str(error))
 
     def _forget(self, connection: Connection) -> list[Transfer]:
-        del self._connections[connection.address]
-        connection.link.unregister(self._poller)
         transfers = connection.detach()
-        connection.close()
+        self._connections.remove(connection)
         return transfers
-
-    def _make_room(self) -> bool:
-        idle = [connection for connection in self._connections.values() if connection.idle]
-        if idle:
-            self._forget(min(idle, key=lambda connection: connection.last_progress_s))
-        return bool(idle)
-
-    def _close_idle(self, now_s: float) -> None:
-        for connection in list(self._connections.values()):
-            if connection.idle and now_s >= connection.last_progress_s + _IDLE_CLOSE_S:
-                self._forget(connection)

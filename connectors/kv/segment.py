@@ -1,4 +1,4 @@
-"""A producer's KV cache in memory that consumers on the same host can read.
+"""A producer's KV cache in memory that consumers on the same host can read, and a board of what is leased of it.
 
 The memory is a memfd: it has no name in any file system, no size limit but the machine's, takes no page before it is
 written to, and is gone with the last process that holds it, however that ended. A consumer gets its descriptor over a
@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import torch
 
+from connectors.kv.board import BOARD_BYTES, ChecksumBoard, MappedBoard
 from connectors.kv.rows import Bytes
 
 log = logging.getLogger(__name__)
@@ -78,18 +79,26 @@ class SharedSegment:
             raise OSError("this system has no memfd_create")
         self.name = secrets.token_hex(16)
         self._offer = b""
-        self._fd = os.memfd_create("triptych-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fds: list[int] = []
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            os.ftruncate(self._fd, num_bytes)
-            memory = _with_large_pages(mmap.mmap(self._fd, num_bytes))
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            memory = _with_large_pages(self._new_memory(num_bytes))
+            self.board = ChecksumBoard(self._new_memory(BOARD_BYTES))
             self.listener.setblocking(False)
             self.listener.bind(_NAME + self.name)
         except OSError:
             self.close()
             raise
         self.memory = torch.frombuffer(memory, dtype=torch.uint8)  # [num_bytes]; it keeps the mapping
+
+    def _new_memory(self, num_bytes: int) -> mmap.mmap:
+        """Sealed; its descriptor goes to the consumers."""
+        fd = os.memfd_create("triptych-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fds.append(fd)
+        os.ftruncate(fd, num_bytes)
+        memory = mmap.mmap(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return memory
 
     def holds(self, blocks: torch.Tensor) -> bool:
         """Whether a cache begins where the segment does."""
@@ -101,7 +110,7 @@ class SharedSegment:
         self.listener.listen(_ACCEPTS)
 
     def serve(self) -> None:
-        """Hand the descriptor to the consumers that wait for it. The serving thread; never waits."""
+        """Hand the descriptors to the consumers that wait for them. The serving thread; never waits."""
         for _ in range(_ACCEPTS):
             try:
                 consumer, _address = self.listener.accept()
@@ -112,19 +121,18 @@ class SharedSegment:
                 consumer.setblocking(False)
                 credentials = consumer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
                 if struct.unpack("3i", credentials)[1] == os.getuid():
-                    socket.send_fds(consumer, [self._offer], [self._fd])
+                    socket.send_fds(consumer, [self._offer], self._fds)
 
     def close(self) -> None:
         """Let nobody in any more. The memory stays while a tensor or a consumer uses it. Idempotent."""
         self.listener.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 class MappedSegment:
-    """The consumer's end: `rows`, `[num_blocks, row_bytes]`, read-only. It may be read for as long as it is held, also
-    when the producer has died. The constructor waits a second at most; it raises UnreachableError."""
+    """The consumer's end: `rows`, `[num_blocks, row_bytes]`, read-only, and `board`. They may be read for as long as
+    they are held, also when the producer has died. The constructor waits a second at most; raises UnreachableError."""
 
     def __init__(self, name: str, instance: str, row_bytes: int) -> None:
         self.name = name
@@ -133,16 +141,15 @@ class MappedSegment:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
                 asking.settimeout(_OFFER_S)
                 asking.connect(_NAME + name)
-                data, fds, _flags, _address = socket.recv_fds(asking, _MAX_OFFER_BYTES, 1)
-            if not fds:
+                data, fds, _flags, _address = socket.recv_fds(asking, _MAX_OFFER_BYTES, 2)
+            if len(fds) != 2:
                 raise UnreachableError("the producer runs as another user")
             offer = msgspec.msgpack.decode(data, type=_Offer)
             if (offer.instance, offer.row_bytes) != (instance, row_bytes):
                 raise UnreachableError("the memory is another engine's")
             num_bytes = offer.num_blocks * row_bytes
-            if not fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fds[0]).st_size < num_bytes:
-                raise UnreachableError("the memory might be cut short under our eyes")
-            memory = _with_large_pages(mmap.mmap(fds[0], num_bytes, prot=mmap.PROT_READ))
+            memory = _with_large_pages(_mapped(fds[0], num_bytes))
+            self.board = MappedBoard(_mapped(fds[1], BOARD_BYTES))
         except ConnectionRefusedError:
             raise UnreachableError("the producer is on another host or in another network namespace") from None
         except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -151,6 +158,22 @@ class MappedSegment:
             for fd in fds:
                 os.close(fd)
         self.rows: Bytes = np.frombuffer(memory, dtype=np.uint8).reshape(-1, row_bytes)  # it keeps the mapping
+
+
+def private_memory(num_bytes: int) -> torch.Tensor | None:
+    """`[num_bytes]` uint8 of this process alone, on large pages, which is where blocks are best copied to. None where
+    it cannot be had."""
+    try:
+        memory = _with_large_pages(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except (OSError, ValueError):
+        return None
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < num_bytes:
+        raise UnreachableError("the memory might be cut short under our eyes")
+    return mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ)
 
 
 def _with_large_pages(memory: mmap.mmap) -> mmap.mmap:

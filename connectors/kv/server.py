@@ -19,17 +19,15 @@ import zmq
 
 from connectors.kv.base import KVLayout, KVLease
 from connectors.kv.checksums import LeasedChecksums
+from connectors.kv.frames import RowFrames
 from connectors.kv.leases import LeaseTable, NoLease
 from connectors.kv.rows import BlockRows, Bytes
 from connectors.kv.segment import SharedSegment
-from connectors.kv.waker import Waker
 from connectors.kv.wire import (
-    MAX_HEADER_BYTES,
     WIRE_VERSION,
     Ack,
     Failed,
     Hello,
-    MalformedError,
     Places,
     Pull,
     Refused,
@@ -43,6 +41,8 @@ from connectors.kv.wire import (
     decode_request,
     encode,
 )
+from connectors.peer_messages import MAX_HEADER_BYTES, MalformedError
+from connectors.waker import Waker
 from connectors.zmq_link import bind_router
 from core.errors import IncompatibleError
 
@@ -111,6 +111,7 @@ class BlockServer:
         self._checksums: LeasedChecksums | None = None
         self._segment: SharedSegment | None = None
         self._staging = _Staging()
+        self._frames = RowFrames()
         self._parked: deque[tuple[float, bytes, Pull | Ack | Release]] = deque()
         self._waker = Waker()
         self._closing = False
@@ -124,7 +125,7 @@ class BlockServer:
     def start(self, rows: BlockRows, segment: SharedSegment | None) -> None:
         """Serve the rows of this cache, which may lie in `segment`, offered already."""
         self._rows = rows
-        self._checksums = LeasedChecksums(rows, self._leases)
+        self._checksums = LeasedChecksums(rows, self._leases, None if segment is None else segment.board)
         self._segment = segment
         self._thread = threading.Thread(target=self._run, name="kv-server", daemon=True)
         self._thread.start()
@@ -246,17 +247,18 @@ class BlockServer:
         block_ids = leased[pull.first : pull.first + pull.count]
         if not pull.mapped:
             arrays = self._rows.gather(block_ids, self._staging.take)
-            self._reply(identity, Rows(pull.sequence, self._checksums.take(pull, arrays)), arrays)
+            are_views = self._rows.on_host and not self._staging.is_taken
+            frames = map(self._frames.of, arrays) if are_views else (array.reshape(-1).data for array in arrays)
+            self._reply(identity, Rows(pull.sequence, self._checksums.take(pull, arrays)), *frames)
         elif self._segment is not None:
             checksums = self._checksums.take(pull, self._rows.views(block_ids))
             self._reply(identity, Places(pull.sequence, checksums, block_ids))
         else:
             self._reply(identity, Failed(pull.sequence, "the cache is not in shared memory", given_up=False))
 
-    def _reply(self, identity: bytes, reply: Reply, arrays: list[Bytes] | None = None) -> None:
+    def _reply(self, identity: bytes, reply: Reply, *rows: zmq.Frame | memoryview) -> None:
         # A peer that has gone, or that asks for more than it takes away, loses the message; ROUTER sends never wait.
-        frames: list[bytes | memoryview] = [identity, encode(reply)]
-        frames.extend(memoryview(array.reshape(-1).data) for array in arrays or ())
+        frames = [identity, encode(reply), *rows]
         tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=self._staging.is_taken)
         if tracker is not None:
             self._staging.sent(tracker)

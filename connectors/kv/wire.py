@@ -10,8 +10,9 @@
     Ack      all of it arrived   ->      (the lease ends)
     Release  not wanted any more ->      (the lease ends)
 
-A Pull may be repeated, whole or in other pieces, for as long as the lease lasts: that is how a consumer resumes after
-a lost or damaged message, over the same connection or a new one.
+A consumer on the same host asks for Places only where the producer's board does not tell (`board.py`). A Pull may be
+repeated, whole or in other pieces, for as long as the lease lasts: that is how a consumer resumes after a lost or
+damaged message, over the same connection or a new one.
 
 The token that every request carries is what entitles it: handles pass through the front door, lease names can be
 guessed. Everything decoded here comes from the network; types, ranges and sizes are checked by the decoder.
@@ -23,17 +24,16 @@ of each frame but not their number. The port belongs on a network of the cluster
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from connectors.kv.base import KVLayout
+from connectors.peer_messages import MalformedError, Sequence, Token, decode
 from core.errors import IncompatibleError, InvalidRequestError
 from core.types import KVHandle
 
 WIRE_VERSION = 3
-#: Largest frame that a producer takes, and largest header that a consumer decodes.
-MAX_HEADER_BYTES = 64 * 1024
 MAX_PARAMS_BYTES = 8 * 1024
 #: Most blocks that one message may bring.
 MAX_BLOCKS_PER_MESSAGE = 1024
@@ -41,8 +41,6 @@ MAX_BLOCKS_PER_MESSAGE = 1024
 _ADDRESS_PATTERN = r"\Atcp://([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}\Z"
 
 RequestId = Annotated[str, msgspec.Meta(max_length=1024)]
-Token = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-Sequence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Reason = Annotated[str, msgspec.Meta(max_length=8192)]
 #: XXH3-128, big-endian, of each grain of the blocks (`BlockRows.grain`) in the order asked for, end to end.
 Checksums = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16 * MAX_BLOCKS_PER_MESSAGE)]
@@ -126,16 +124,10 @@ class HandleParams(msgspec.Struct, frozen=True):
     segment: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{32})?\Z")]  # name of its shared memory; "": none
 
 
-T = TypeVar("T")
-
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUEST_DECODER: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPLY_DECODER: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _PARAMS_DECODER = msgspec.msgpack.Decoder(HandleParams)
-
-
-class MalformedError(Exception):
-    """Bytes from the network that are not a message of ours."""
 
 
 def new_token() -> str:
@@ -149,12 +141,12 @@ def encode(message: Request | Reply | HandleParams) -> bytes:
 
 def decode_request(frame: bytes | memoryview) -> Request:
     """Raises MalformedError."""
-    return _decode(_REQUEST_DECODER, frame, MAX_HEADER_BYTES)
+    return decode(_REQUEST_DECODER, frame)
 
 
 def decode_reply(frame: bytes | memoryview) -> Reply:
     """Raises MalformedError."""
-    return _decode(_REPLY_DECODER, frame, MAX_HEADER_BYTES)
+    return decode(_REPLY_DECODER, frame)
 
 
 def decode_handle(handle: KVHandle, connector: str) -> HandleParams:
@@ -163,7 +155,7 @@ def decode_handle(handle: KVHandle, connector: str) -> HandleParams:
     if handle.connector != connector:
         raise InvalidRequestError(f"the KV handle is of connector {handle.connector!r:.100}, not {connector!r}")
     try:
-        params = _decode(_PARAMS_DECODER, handle.params, MAX_PARAMS_BYTES)
+        params = decode(_PARAMS_DECODER, handle.params, MAX_PARAMS_BYTES)
     except MalformedError as error:
         _check_version(_version_of(handle.params))
         raise InvalidRequestError(f"the KV handle cannot be read: {error}") from None
@@ -201,15 +193,6 @@ _VERSION_DECODER = msgspec.msgpack.Decoder(_Versioned)
 
 def _version_of(params: bytes) -> int:
     try:
-        return _decode(_VERSION_DECODER, params, MAX_PARAMS_BYTES).version
+        return decode(_VERSION_DECODER, params, MAX_PARAMS_BYTES).version
     except MalformedError:
         return WIRE_VERSION
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview, max_bytes: int) -> T:
-    if len(frame) > max_bytes:
-        raise MalformedError(f"{len(frame)} bytes are more than {max_bytes}")
-    try:
-        return decoder.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise MalformedError(str(error)) from None

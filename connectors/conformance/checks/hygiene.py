@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,20 +114,21 @@ def _close_slow(kit: Kit) -> None:
 @check("hygiene/nothing_left")
 def _nothing_left(kit: Kit) -> None:
     """No thread, descriptor, shared memory, child process or temporary file is left, however often engines start."""
-    before: _Held | None = None
-    for n in range(_CYCLES):
-        producer, consumer = kit.engine(ECRole.PRODUCER), kit.engine(ECRole.CONSUMER)
-        kit.must_fetch(consumer, kit.key(n), kit.save(producer, kit.key(n)))
-        expect(consumer.load(kit.key("never"), 5).reason, "an item was loaded which nobody saved")
-        kit.close(producer)
-        kit.close(consumer)
-        kit.eventually(lambda: not _threads(), f"threads go on after close: {', '.join(_threads())}", 3.0)
-        if before is None:
-            before = _Held.now()  # what a library keeps for all that come after is there from the first time on
-    deadline_s = time.monotonic() + 2.0
-    while before is not None and (left := _Held.now().more_than(before)):
-        expect(time.monotonic() < deadline_s, f"after {_CYCLES - 1} engines more were started and closed: {left}")
-        time.sleep(0.05)
+    with _own_temporary_folder():
+        before: _Held | None = None
+        for n in range(_CYCLES):
+            producer, consumer = kit.engine(ECRole.PRODUCER), kit.engine(ECRole.CONSUMER)
+            kit.must_fetch(consumer, kit.key(n), kit.save(producer, kit.key(n)))
+            expect(consumer.load(kit.key("never"), 5).reason, "an item was loaded which nobody saved")
+            kit.close(producer)
+            kit.close(consumer)
+            kit.eventually(lambda: not _threads(), f"threads go on after close: {', '.join(_threads())}", 3.0)
+            if before is None:
+                before = _Held.now()  # what a library keeps for all that come after is there from the first time on
+        deadline_s = time.monotonic() + 2.0
+        while before is not None and (left := _Held.now().more_than(before)):
+            expect(time.monotonic() < deadline_s, f"after {_CYCLES - 1} engines more were started and closed: {left}")
+            time.sleep(0.05)
 
 
 @check("hygiene/no_left_overs")
@@ -139,6 +141,21 @@ def _no_left_overs(kit: Kit) -> None:
     kit.close(producer)
     kit.close(consumer)
     kit.eventually(lambda: not kit.left_overs(), f"the store holds more than items: {kit.left_overs()[:4]}", 3.0)
+
+
+@contextlib.contextmanager
+def _own_temporary_folder() -> Iterator[None]:
+    """For all of this process: in the usual one other programs come and go."""
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="triptych-kit-") as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+            os.environ.pop("TMPDIR")
+            if variable is not None:
+                os.environ["TMPDIR"] = variable
 
 
 class _Held(NamedTuple):

@@ -40,7 +40,7 @@ def _capacity(kit: Kit) -> None:
                 return found
 
     kit.eventually(
-        lambda: len(present()) * item_bytes <= _OVER * _CAPACITY_BYTES, "the store holds more than its cap", 5.0
+        lambda: len(present()) * item_bytes <= _OVER * _CAPACITY_BYTES, "the store holds more than its cap", 8.0
     )
     found = present()
     expect(len(found) * item_bytes >= _UNDER * _CAPACITY_BYTES, f"the store holds {len(found)} of {len(keys)} items")
@@ -87,9 +87,13 @@ def _ttl(kit: Kit) -> None:
         return not found
 
     time.sleep(max(0.0, saved_s + _TTL_S - time.monotonic()))
-    kit.eventually(absent, f"an item with {_TTL_S:g} s to live is found", 3.0)
+    kit.eventually(absent, f"an item with {_TTL_S:g} s to live is found", 5.0)
     late = kit.engine(ECRole.CONSUMER, extra=extra)
     expect(late.load(kit.key(1), 5).reason, "an item whose time was over was loaded")
-    kit.save(producer, kit.key(1))
-    kit.eventually(lambda: late.look_up(kit.key(1)), "an item made again after its time is not found", 0.8 * _TTL_S)
+
+    def found_again() -> bool:
+        kit.save(producer, kit.key(1))  # each time: its time may be over before a busy machine looks it up
+        return late.look_up(kit.key(1))
+
+    kit.eventually(found_again, "an item made again after its time is not found")
     kit.may_fetch(late, kit.key(1), embeds)

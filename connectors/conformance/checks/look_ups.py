@@ -17,6 +17,8 @@ from core.types import ECRole
 #: For all the work of one call, on a machine that does other things besides.
 _MEDIAN_S = 0.002
 _WORST_S = 0.25
+#: Of a few hundred calls; so often a whole machine may have paused.
+_MAX_LONG = 4
 _SOURCES = ["", "x", "{", "[]", "null", "{}", "127.0.0.1:1", "[::1]:99999", "a" * 1024, "a" * 5000, "../../etc/passwd"]
 _NOT_ASCII = ["\0", "\N{PILE OF POO}" * 50, "tcp://127.0.0.1:0 ", "\r\nSHUTDOWN\r\n"]
 
@@ -119,6 +121,6 @@ def _time_look_ups(calls: Iterable[Callable[[], object]]) -> None:
         call()
         seconds.append(time.perf_counter() - begin_s)
         num_long += seconds[-1] > _WORST_S
-        expect(num_long < 2, f"has_cache_item waited {seconds[-1]:.2f} s")  # once, the whole machine may have paused
+        expect(num_long <= _MAX_LONG, f"has_cache_item waited {seconds[-1]:.2f} s")
     median_s = statistics.median(seconds)
     expect(median_s < _MEDIAN_S, f"has_cache_item takes {median_s * 1e3:.1f} ms")

@@ -11,7 +11,7 @@ from connectors.conformance.ends import expect
 from connectors.conformance.kit import Kit
 from core.types import ECRole
 
-_LIMIT_S = 0.5
+_LIMIT_S = 1.0
 _LATE_S = 0.6
 
 

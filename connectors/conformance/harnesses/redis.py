@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import xxhash
 
 from connectors.conformance.harness import Damage, Harness, NotTriedError, StoredItem
 from connectors.ec.redis_format import FORMAT_VERSION, PREFIX, ItemHead, encode_head, item_name, parse_head
+from core.ports import free_ports
 
 _START_S = 10.0
 _LISTINGS = ("keys", "scan", "dbsize", "randomkey")
@@ -28,7 +28,7 @@ class RedisHarness(Harness):
 
     def __init__(self, folder: Path, extra: Mapping[str, Any]) -> None:
         super().__init__(folder, extra)
-        self.port = _free_port()
+        (self.port,) = free_ports(1)
         self._process: subprocess.Popen[bytes] | None = None
 
     # ---- what a subclass may change ----
@@ -191,9 +191,3 @@ def _as_version(head: ItemHead, payload: bytes, version: int) -> bytes:
 
 def _token(name: bytes) -> str:
     return name.decode().rsplit(":", 2)[-2]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import msgspec
 
 from cli import reaper
 from cli.process import Child
+from core.ports import free_ports
 
 #: What every process of a local cluster listens on.
 HOST = "127.0.0.1"
@@ -211,7 +211,7 @@ class LocalCluster:
             extra = msgspec.json.encode({"shared_storage_path": os.path.join(self._folder, "ec")}).decode()
             for those in args.values():
                 those.append(f"--ec-connector-extra-config={extra}")
-        ports = iter(_free_ports(sum(self._counts.values())))
+        ports = iter(free_ports(sum(self._counts.values()), HOST))
         self.workers = {
             stage: [self._make_worker(stage, i, next(ports), args[stage]) for i in range(count)]
             for stage, count in self._counts.items()
@@ -258,17 +258,6 @@ class LocalCluster:
             with contextlib.suppress(OSError):
                 self._reaper.stdin.write(line + "\n")
                 self._reaper.stdin.flush()
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that are free now. All are held until all are found, so that none comes twice."""
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            probe = stack.enter_context(socket.socket())
-            probe.bind((HOST, 0))
-            ports.append(int(probe.getsockname()[1]))
-        return ports
 
 
 def _without_kv(args: Sequence[str]) -> list[str]:

@@ -45,5 +45,6 @@ class EngineConfig(msgspec.Struct, frozen=True):
     kv_load_failure_policy: str = "recompute"  # or "fail"
     distributed_executor_backend: str = "uni"  # or "mp": weights, caches and runner in a process of their own
     async_scheduling: bool = False  # schedule a step while the one before it runs
+    enforce_eager: bool = False  # no CUDA graphs: each kernel of a decode step is launched by itself
     log_level: str = "INFO"
     log_format: str = "text"  # or "json"

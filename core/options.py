@@ -123,6 +123,7 @@ def serve_options(stage: Stage) -> Callable[[_F], _F]:
             "uni",
         ),
         _flag("--async-scheduling", "Schedule a step while the one before it runs.", False),
+        _flag("--enforce-eager", "Launch each kernel by itself, without CUDA graphs.", False),
         _option("--ec-role", choice(*ECRole), f"Part in the encoder cache.{ec_role_default}"),
         _option("--ec-connector", text(256), f"Class of the EC connector. [default: {_STORAGE_CONNECTOR}]"),
         _option("--ec-connector-module-path", text(1024), "Module of a connector that is not one of ours."),
@@ -147,7 +148,9 @@ def serve_options(stage: Stage) -> Callable[[_F], _F]:
         ),
         _option("--kv-transfer-config", json_object(), f"vLLM's spelling of the five options above.{kv_note}"),
         _option("--where", text(64), f"This worker's name in logs and timelines. [default: {stage.value}-0]"),
-        _option("--drain-timeout", number(0, 86400), "Seconds that requests in flight have after SIGTERM.", 60.0),
+        _option(
+            "--drain-timeout", number(0, 86400), "Seconds that requests in flight and leases have after SIGTERM.", 60.0
+        ),
         _option("--log-level", choice(*LEVELS), "Lowest level that is logged.", "INFO"),
         _option("--log-format", choice(*FORMATS), "Log lines for people, or one JSON object each.", "text"),
     ]
@@ -218,6 +221,7 @@ def _engine_config(stage: Stage, options: dict[str, Any], model: Path, where: st
         tensor_parallel_size=options["tensor_parallel_size"],
         distributed_executor_backend=options["distributed_executor_backend"],
         async_scheduling=options["async_scheduling"],
+        enforce_eager=options["enforce_eager"],
         kv_load_failure_policy=options["kv_load_failure_policy"] or "recompute",
         log_level=options["log_level"],
         log_format=options["log_format"],

@@ -6,11 +6,20 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.failure_watch import FailureWatch
 
 # Small models, many processes, two cores: one thread each is fastest. The services inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in each run, whatever the clock says: a change is refused for what it does, not by chance. With
+# `--hypothesis-profile=others` each run has others.
+settings.register_profile(
+    "others", max_examples=50, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("same", settings.get_profile("others"), derandomize=True)
+settings.load_profile("same")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -45,7 +45,7 @@ _STUBS = {
     "services.decode": decode_pb2_grpc.DecodeStub,
     "router": router_pb2_grpc.RouterStub,
 }
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 30.0
 
 _num_declared = 0  # `injected_faults` around us
 

@@ -124,7 +124,7 @@ def test_a_bare_machine_generates_what_transformers_does(tiny_model: Path, refer
     program = "".join(textwrap.dedent(part) for part in (HIDE, IMPORT, GENERATE))
     arguments = [json.dumps(ABSENT), str(tiny_model), json.dumps(prompt), "8"]
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == reference.generate(conversation, 8)

@@ -45,7 +45,7 @@ def test_a_lane_loads_the_item(name: str, tmp_path: Path, stack: ExitStack) -> N
 def test_a_load_of_the_slow_store_is_under_way_for_many_turns(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "SLOW_S", 0.02)
+    monkeypatch.setattr(lanes, "SLOW_S", 1.0)
     lane = Lane(STORES["300 ms a load"](tmp_path, SIZE, stack), stack)
     for _ in range(3):
         lane.turn(True)

@@ -15,7 +15,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("TRIPTYCH_")}
 
 
-async def triptych(*args: str, timeout_s: float = 30) -> tuple[int, str, str]:
+async def triptych(*args: str, timeout_s: float = 100) -> tuple[int, str, str]:
     """Exit code, standard output, standard error. Async, so that stub servers in this process can answer meanwhile."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "cli", *args,

@@ -107,7 +107,9 @@ async def test_http_load_sends_pictures_and_counts_tokens_by_usage() -> None:
 async def test_http_failures_are_counted_by_kind(answer: str, kind: str) -> None:
     fake = FakeOpenAI()
     fake.answer = answer
-    records = await load_http(fake, LoadSpec(num_requests=2, images=0, output_len=4, timeout_s=0.5))
+    records = await load_http(
+        fake, LoadSpec(num_requests=2, images=0, output_len=4, timeout_s=0.5 if answer == "hang" else 30)
+    )
     assert [record.error for record in records] == [kind, kind]
 
 

@@ -46,14 +46,14 @@ def gone(pid: int) -> bool:
         return True
 
 
-def await_gone(pid: int, timeout_s: float = 10) -> None:
+def await_gone(pid: int, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not gone(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.01)  # not our child: there is nothing to wait on
 
 
-def soon(seconds: float = 10) -> float:
+def soon(seconds: float = 60) -> float:
     return time.monotonic() + seconds
 
 
@@ -102,7 +102,7 @@ def test_the_reaper_ends_what_its_starter_left_behind(tmp_path: Path) -> None:
         process.stdin.flush()
         assert folder.exists()
         process.stdin.close()  # as when the starter is killed
-        assert left.process.wait(10) == -signal.SIGTERM
+        assert left.process.wait(60) == -signal.SIGTERM
         # The grandchild ignores SIGTERM and is killed after the grace.
         await_gone(int(left.addresses["child"]))
     assert not folder.exists()
@@ -114,7 +114,7 @@ def test_the_reaper_ends_what_its_starter_left_behind(tmp_path: Path) -> None:
 def test_a_cluster_that_cannot_start_says_which_and_why(tmp_path: Path) -> None:
     cluster = LocalCluster(service_args=["--dtype", "float12"], log_dir=tmp_path)
     with pytest.raises(ClusterError) as error:
-        cluster.start(30)
+        cluster.start(100)
     assert "ended with exit code 2 before everything was ready" in str(error.value)
     assert "--dtype='float12'" in str(error.value)
     assert cluster.dead() is not None
@@ -156,7 +156,7 @@ async def test_a_cluster_serves_restarts_and_stops() -> None:
     cluster = StubCluster(encoders=2)
     store = None
     try:
-        await asyncio.to_thread(cluster.start, 30)
+        await asyncio.to_thread(cluster.start, 100)
         assert list(cluster.pids) == ["router", "encoder-0", "encoder-1", "prefill-0", "decode-0"]
         argv = cluster.workers["prefill"][0].argv
         (extra,) = (arg for arg in argv if arg.startswith("--ec-connector-extra-config="))
@@ -171,8 +171,11 @@ async def test_a_cluster_serves_restarts_and_stops() -> None:
         assert (await triptych(*generate))[0] == 1
         again = await asyncio.to_thread(cluster.restart, "decode", 0)
         assert again.process.pid != before.pid
-        code, out, err = await triptych(*generate)
-        assert (code, out) == (0, "<0><1>\n"), err
+        code = 1
+        async with asyncio.timeout(60):
+            while code:  # until the router has seen that it is back
+                code, out, err = await triptych(*generate)
+        assert out == "<0><1>\n", err
     finally:
         pids = cluster.pids
         await asyncio.to_thread(cluster.stop)
@@ -186,7 +189,7 @@ def test_no_child_outlives_a_starter_that_is_killed() -> None:
         [
             "import signal",
             "from tests.cli.stub_stage import StubCluster",
-            "cluster = StubCluster().start(30)",
+            "cluster = StubCluster().start(100)",
             "print(*cluster.pids.values(), cluster._folder, flush=True)",
             "signal.pause()",
         ]
@@ -211,7 +214,7 @@ async def test_up_prints_one_line_and_ends_with_everything_it_started(ended_by: 
         "up", "--router-port", "0", "--http-port", "0", "--log-dir", str(tmp_path), "--", "--max-waiting", "7",
         cwd=ROOT, env=environment(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         line = (await process.stdout.readline()).decode()
         where = dict(word.split("=") for word in line.split()[1:])
         assert line.startswith("ready router=127.0.0.1:")

@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from tests.connectors.support import ECSides, KVPair, connector_threads
+from tests.connectors.support import ECSides, KVPair, connector_threads, poll_until
 
 Pair = TypeVar("Pair", bound=ECSides | KVPair)
 
@@ -34,7 +34,7 @@ def closing() -> Iterator[Callable[[Pair], Pair]]:
     for pair in pairs:
         pair.close()
         pair.close()
-    assert connector_threads() == []
+    poll_until(lambda: connector_threads() == [])
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class Encoder:
         theirs.close()
 
     def ready(self) -> tuple[list[str], bytes]:
-        assert self.pipe.poll(60)
+        assert self.pipe.poll(200)
         sources, raw = self.pipe.recv()
         return sources, raw
 

@@ -33,7 +33,7 @@ class KVSaysExpired(KVMutant):
 
 
 class KVReportsTwice(KVMutant):
-    caught_by = ("kv/many_at_once", "not under way")
+    caught_by = ("kv/round_trip", "not under way")
 
     def get_finished(self) -> KVConnectorOutput:
         output = super().get_finished()
@@ -71,5 +71,5 @@ class KVClosesSlowly(KVMutant):
     caught_by = ("kv/close", "close of the")
 
     def close(self) -> None:
-        threading.Event().wait(3)
+        threading.Event().wait(6)
         super().close()

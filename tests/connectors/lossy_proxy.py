@@ -60,7 +60,7 @@ class LossyProxy:
 
     def _copy(self, source: socket.socket, target: socket.socket, mischief: Mischief | None) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(32 << 10):
+            while data := source.recv(16 << 10):
                 passed = data if mischief is None else mischief(data)
                 if passed is None:
                     break

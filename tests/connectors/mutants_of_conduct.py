@@ -30,7 +30,7 @@ class LooksOnCallersThread(Mutant):
 
 
 class Waits(Mutant):
-    caught_by = ("look_ups/quick", "ms")
+    caught_by = ("look_ups/quick", "has_cache_item")
 
     def has_cache_item(self, key: str) -> bool | None:
         answered = threading.Event()
@@ -270,7 +270,7 @@ class ClosesSlowly(HasNoLimit):
 
     def close(self) -> None:
         if self._jobs is not None:
-            self._jobs.close(3)
+            self._jobs.close(6)
         super().close()
 
 

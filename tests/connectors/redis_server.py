@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,7 +17,9 @@ import trustme
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-_START_S = 10.0
+from core.ports import free_ports
+
+_START_S = 60.0
 
 
 class RedisServer:
@@ -37,7 +38,7 @@ class RedisServer:
         sentinel: bool = False,
     ) -> None:
         self.folder = folder
-        self.port = port or free_port()
+        self.port = port or free_ports(1)[0]
         self.password = password
         self.tls = tls
         folder.mkdir(exist_ok=True)
@@ -76,7 +77,7 @@ class RedisServer:
     def client(self, **given: Any) -> redis.Redis:
         """To look inside. To be closed by the caller; `with` does it."""
         secure = {"ssl": True, "ssl_ca_certs": str(self.tls.ca)} if self.tls else {}
-        options: dict[str, Any] = {"password": self.password, "socket_timeout": 5, "protocol": 2, **secure, **given}
+        options: dict[str, Any] = {"password": self.password, "socket_timeout": 30, "protocol": 2, **secure, **given}
         options.setdefault("retry", Retry(NoBackoff(), 0))
         return redis.Redis("127.0.0.1", self.port, **options)
 
@@ -132,20 +133,6 @@ class TlsFiles:
         trustme.CA().cert_pem.write_to_path(str(self.other_ca))
 
 
-def free_port(also_free: int | None = None) -> int:
-    """A port that nobody has now; the one `also_free` above it is free as well (a cluster node's bus)."""
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port: int = one.getsockname()[1]
-            if also_free is None:
-                return port
-            if port + also_free < 65536:
-                with contextlib.suppress(OSError):
-                    other.bind(("127.0.0.1", port + also_free))
-                    return port
-
-
 @contextlib.contextmanager
 def redis_server(*options: str, **given: Any) -> Iterator[RedisServer]:
     """A server for a `with` block."""
@@ -161,11 +148,13 @@ def redis_server(*options: str, **given: Any) -> Iterator[RedisServer]:
 def redis_cluster(num_masters: int = 3, num_replicas: int = 0) -> Iterator[list[RedisServer]]:
     """Masters that share the slots, in order, then one replica of each of the first `num_replicas`; all of it known to
     every node."""
-    settings = ("cluster-enabled yes", "cluster-node-timeout 1000", "repl-diskless-sync-delay 0")
+    # Where nobody can take over, nobody is to be thought dead because the machine is busy.
+    node_timeout_ms = 2000 if num_replicas else 60_000
+    settings = ("cluster-enabled yes", f"cluster-node-timeout {node_timeout_ms}", "repl-diskless-sync-delay 0")
     with tempfile.TemporaryDirectory(prefix="triptych-redis-") as folder, contextlib.ExitStack() as stack:
         nodes = []
         for number in range(num_masters + num_replicas):
-            server = RedisServer(Path(folder) / f"node-{number}", *settings, port=free_port(10000))
+            server = RedisServer(Path(folder) / f"node-{number}", *settings, port=free_ports(1, beside=10_000)[0])
             stack.callback(server.stop)
             nodes.append(server)
         masters, replicas = nodes[:num_masters], nodes[num_masters:]
@@ -201,7 +190,7 @@ def redis_sentinel(service: str, num_sentinels: int = 3) -> Iterator[tuple[list[
         replica = start("replica", f"replicaof 127.0.0.1 {master.port}", "repl-diskless-sync-delay 0")
         watch = (
             f"sentinel monitor {service} 127.0.0.1 {master.port} {num_sentinels // 2 + 1}",
-            f"sentinel down-after-milliseconds {service} 500",
+            f"sentinel down-after-milliseconds {service} 1000",
             f"sentinel failover-timeout {service} 3000",
         )
         sentinels = [start(f"sentinel-{n}", *watch, sentinel=True) for n in range(num_sentinels)]
@@ -216,6 +205,17 @@ def redis_sentinel(service: str, num_sentinels: int = 3) -> Iterator[tuple[list[
 
         _wait(know_each_other, "the sentinels did not find each other")
         yield [master, replica], sentinels
+
+
+def await_replicas(client: redis.Redis) -> None:
+    """Until they have all that the master has. WAIT is no help: it counts what its own connection wrote."""
+
+    def have_all() -> bool:
+        told = client.info("replication")
+        replicas = [told[f"slave{number}"] for number in range(told["connected_slaves"])]
+        return bool(replicas) and all(each["offset"] >= told["master_repl_offset"] for each in replicas)
+
+    _wait(have_all, "the replica lags behind")
 
 
 def _is_settled(client: redis.Redis, num_nodes: int) -> bool:
@@ -236,7 +236,7 @@ def _pairs(reply: Any) -> dict[str, str]:
     return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
-def _wait(condition: Any, complaint: str, within_s: float = 20.0) -> None:
+def _wait(condition: Any, complaint: str, within_s: float = 60.0) -> None:
     end_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end_s, complaint

@@ -14,12 +14,13 @@ import torch
 
 from connectors.ec.base import BufferSlice, ECConnectorBase, ECConnectorConfig, ECConnectorOutput, ECItem, ECSide
 from connectors.ec.shared_storage import ECSharedStorageConnector
-from connectors.kv.base import KVConnectorConfig, KVConnectorOutput, KVLayout, KVSide
+from connectors.kv.base import BlockMover, KVConnectorConfig, KVConnectorOutput, KVLayout, KVSide
 from connectors.kv.peer import KVPeerConnector
 from core.types import ECRole, KVHandle, KVRole
 
 NAMESPACE = "0123456789abcdef" * 4
-DEADLINE_S = 10.0
+#: Of what is to happen; far longer than it takes on a machine that has other work to do as well.
+DEADLINE_S = 30.0
 LAYOUT = KVLayout(version=1, model="m" * 64, dtype="float32", num_layers=2, block_size=4, num_kv_heads=2, head_dim=8)
 
 
@@ -164,6 +165,7 @@ class KVPair:
         num_blocks: int = 16,
         device: str = "cpu",
         cls: type[KVPeerConnector] = KVPeerConnector,
+        mover: BlockMover | None = None,
         **extra: Any,
     ) -> None:
         self.bell = Bell()
@@ -178,6 +180,7 @@ class KVPair:
             self.blocks = memory.view(dtype).view(shape)
         if role.produces:
             self.blocks.copy_(random_bits(num_blocks, layout.elements_per_block, dtype))
+        self.worker.block_mover = mover
         self.worker.register_kv_caches(self.blocks)
         self.scheduler.set_handshake(self.worker.handshake())
 

@@ -163,13 +163,13 @@ def test_a_leased_item_stays_until_it_was_pulled(closing: Closing, monkeypatch: 
     embeds = random_bits(70, 6, torch.float32)  # 1,680 bytes, and the overhead: one fits, two do not
     theirs, ours = closing(encoder(capacity_bytes=4096)), closing(consumer(num_rows=70))
     theirs.save(key(1), embeds)
-    assert theirs.worker.num_leased() == 1  # type: ignore[attr-defined]
+    assert theirs.worker.num_leased() == 1
     reason = theirs.save(key(2), embeds).failed_saving[key(2)]
     assert "capacity_bytes=4096" in reason
     assert theirs.scheduler.has_cache_item(key(1)) is True
     hand_over(theirs, ours)
     assert ours.load(key(1), 0, 70).finished_loading == [key(1)]
-    poll_until(lambda: theirs.worker.num_leased() == 0)  # type: ignore[attr-defined]
+    poll_until(lambda: theirs.worker.num_leased() == 0)
     assert theirs.save(key(2), embeds).finished_saving == [key(2)]
     assert theirs.scheduler.has_cache_item(key(1)) is False
 
@@ -178,7 +178,7 @@ def test_a_lease_ends_by_itself(closing: Closing) -> None:
     theirs = closing(encoder(capacity_bytes=4096, lease_s=0.05))
     embeds = random_bits(70, 6, torch.float32)
     theirs.save(key(1), embeds)
-    poll_until(lambda: theirs.worker.num_leased() == 0)  # type: ignore[attr-defined]
+    poll_until(lambda: theirs.worker.num_leased() == 0)
     assert theirs.save(key(2), embeds).finished_saving == [key(2)]
 
 
@@ -307,7 +307,7 @@ def test_a_save_whose_limit_has_passed_does_not_become_visible(
         return item
 
     monkeypatch.setattr(peer_memory, "_copy", slowly)
-    theirs = closing(encoder(timeout_s=0.1, num_threads=1))
+    theirs = closing(encoder(timeout_s=1, num_threads=1))
     reason = theirs.save(key(1), random_bits(7, 6, torch.float32)).failed_saving[key(1)]
     assert "timeout_s" in reason
     assert read.is_set()

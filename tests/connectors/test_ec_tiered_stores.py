@@ -18,11 +18,19 @@ from connectors.ec.peer_memory import ITEM_OVERHEAD_BYTES
 from connectors.ec.tiered import ECTieredConnector
 from core.types import ECRole
 from tests.connectors.redis_server import RedisServer, redis_server
-from tests.connectors.support import ECSides, connector_threads, key, poll_until, random_bits, same_bits
+from tests.connectors.support import (
+    DEADLINE_S,
+    ECSides,
+    connector_threads,
+    key,
+    poll_until,
+    random_bits,
+    same_bits,
+)
 
 Closing = Callable[[ECSides], ECSides]
 #: Of Redis in these tests; a load or save over the way round takes a little longer than this.
-LIMIT_S = 0.4
+LIMIT_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +128,7 @@ def test_while_the_store_is_well_the_way_round_costs_nothing(theirs: ECSides, ou
     for side in (ours.scheduler, ours.worker):
         client = peer_of(side)._client
         assert client is not None
-        assert client._connections == {}
+        assert not list(client._connections)
         assert client._breakers == {}, "the peer was asked"
     assert "ec-tier-copies" not in connector_threads()
     assert counters(theirs, ours) == {}
@@ -132,7 +140,7 @@ def test_a_store_that_goes_down_and_comes_back(redis: RedisServer, theirs: ECSid
     for n in range(2, 8):
         begin_s = time.monotonic()
         arrives(theirs, ours, n)
-        assert time.monotonic() - begin_s < 4 * LIMIT_S
+        assert time.monotonic() - begin_s < DEADLINE_S / 2
         assert hand_over(theirs, ours, n) != ""
     assert num_held(theirs) == 6
     counted = counters(theirs, ours)

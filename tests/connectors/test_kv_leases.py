@@ -61,7 +61,7 @@ def test_a_late_request_hears_how_the_lease_ended() -> None:
 
 
 def test_a_consumer_that_waits_for_room_keeps_its_lease(closing: Closing) -> None:
-    prefill, decode = closing(KVPair(KVRole.PRODUCER, lease_s=0.3)), closing(KVPair(KVRole.CONSUMER))
+    prefill, decode = closing(KVPair(KVRole.PRODUCER, lease_s=2)), closing(KVPair(KVRole.CONSUMER))
     handle = prefill.lease("r", [1])
     decode.scheduler.expect_recv("d", handle)
     ordered = decode.scheduler.has_orders

@@ -11,7 +11,7 @@ import pytest
 import torch
 import zmq
 
-from connectors.kv import puller
+from connectors import connections
 from connectors.kv.base import KVLayout, KVSide
 from connectors.kv.peer import KVPeerConnector
 from core.errors import ConfigError, EngineError, IncompatibleError, InvalidRequestError
@@ -62,7 +62,7 @@ def test_blocks_of_another_process(closing: Closing) -> None:
     prefill = spawn.Process(target=serve_blocks, args=(theirs,))
     prefill.start()
     decode = closing(KVPair(KVRole.CONSUMER))
-    assert ours.poll(60)
+    assert ours.poll(200)
     handle, raw = ours.recv()
     decode.pull("d", handle, [5, 0, 15])
     assert decode.report().finished_recving == ["d"]
@@ -75,7 +75,7 @@ def test_blocks_of_another_process(closing: Closing) -> None:
 
 def test_many_pulls_from_many_producers(closing: Closing, monkeypatch: pytest.MonkeyPatch) -> None:
     """More producers than connections that may be open at once."""
-    monkeypatch.setattr(puller, "_MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(connections, "_MAX_CONNECTIONS", 2)
     producers = [closing(KVPair(KVRole.PRODUCER)) for _ in range(4)]
     decode = closing(KVPair(KVRole.CONSUMER, num_blocks=64, blocks_per_message=1))
     expected = {}
@@ -134,7 +134,7 @@ def test_a_pull_that_comes_before_the_lease_waits_for_it(closing: Closing) -> No
 
 
 def test_a_lease_expires(closing: Closing) -> None:
-    prefill = closing(KVPair(KVRole.PRODUCER, lease_s=0.05))
+    prefill = closing(KVPair(KVRole.PRODUCER, lease_s=1))
     prefill.lease("r", [1])
     assert prefill.worker.num_leases() == 1
     output = prefill.report()

@@ -13,6 +13,8 @@ from connectors.conformance.lock_watch import LockWatch
 from core.interpreter import SWITCH_INTERVAL_S, share_lock_often
 
 _NAP_S = 0.02
+#: Until it went well once: on a busy machine who holds the lock may wait for a processor with it.
+_MAX_ROUNDS = 200
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,7 @@ def test_a_call_that_keeps_the_lock_is_seen() -> None:
 
 def test_a_call_that_lets_go_of_it_is_not() -> None:
     lets_go = ctypes.CDLL(None).usleep
-    assert min(longest_s(lambda: lets_go(int(_NAP_S * 1e6))) for _ in range(20)) < 0.5 * _NAP_S
+    assert any(longest_s(lambda: lets_go(int(_NAP_S * 1e6))) < 0.5 * _NAP_S for _ in range(_MAX_ROUNDS))
 
 
 def test_python_code_lets_go_of_it_when_told_to() -> None:
@@ -49,4 +51,4 @@ def test_python_code_lets_go_of_it_when_told_to() -> None:
 
     share_lock_often()
     assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
-    assert min(longest_s(count) for _ in range(20)) < 0.004
+    assert any(longest_s(count) < 0.004 for _ in range(_MAX_ROUNDS))

@@ -11,7 +11,8 @@ import torch
 from redis.crc import key_slot
 
 from connectors.ec.redis_connector import ECRedisConnector
-from tests.connectors.redis_server import RedisServer, free_port, redis_cluster, redis_sentinel
+from core.ports import free_ports
+from tests.connectors.redis_server import RedisServer, await_replicas, redis_cluster, redis_sentinel
 from tests.connectors.support import ECSides, key, random_bits, same_bits
 from tests.connectors.test_redis import SMALL_CHUNKS, assert_no_failures, item_key
 
@@ -28,19 +29,20 @@ def cluster_url(nodes: list[RedisServer]) -> str:
     return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
 
 
-def within(deadline_s: float, condition: Callable[[], bool]) -> float:
-    """Seconds until it held."""
-    began_s = time.monotonic()
+def soon(condition: Callable[[], bool]) -> None:
+    """Within a minute: servers that elect a new master take seconds, and more on a busy machine."""
+    end_s = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() - began_s < deadline_s, "nothing happened in time"
+        assert time.monotonic() < end_s, "nothing happened in time"
         time.sleep(0.02)  # nothing tells of it
-    return time.monotonic() - began_s
 
 
 def test_a_cluster(closing: Closing) -> None:
     with redis_cluster() as nodes:
         # One of the addresses is out of date.
-        pair = closing(sides(cluster_url(nodes[:2]) + f",127.0.0.1:{free_port()}", max_bytes=12 * (65536 + 5 * 512)))
+        pair = closing(
+            sides(cluster_url(nodes[:2]) + f",127.0.0.1:{free_ports(1)[0]}", max_bytes=12 * (65536 + 5 * 512))
+        )
         embeds = {n: random_bits(2, WIDTH, torch.float32) for n in range(16)}
         for n, embed in embeds.items():
             assert pair.save(key(n), embed).finished_saving == [key(n)]
@@ -81,12 +83,11 @@ def test_a_cluster_whose_master_dies(closing: Closing) -> None:
         for n in (theirs, ours):
             assert pair.save(key(n), embeds).finished_saving == [key(n)]
         with nodes[0].client() as client:
-            assert client.wait(1, 5000) == 1
+            await_replicas(client)
         nodes[0].kill()
-        assert pair.load(key(theirs), 0, 2).finished_loading == []
-        within(15, lambda: bool(pair.load(key(theirs), 0, 2).finished_loading))
+        soon(lambda: bool(pair.load(key(theirs), 0, 2).finished_loading))
         assert same_bits(pair.buffer[:2], embeds)
-        within(5, lambda: pair.look_up(key(theirs)) and pair.look_up(key(ours)))
+        soon(lambda: pair.look_up(key(theirs)) and pair.look_up(key(ours)))
         pair.close()
 
 
@@ -109,15 +110,14 @@ def test_sentinel_finds_the_new_master(closing: Closing) -> None:
         assert pair.look_up(key(1)) is True
         assert_no_failures(pair)
         with servers[0].client() as client:
-            assert client.wait(1, 5000) == 1
+            await_replicas(client)
             assert client.dbsize() == VALUES
 
         sentinels[0].kill()
         servers[0].kill()
-        assert list(pair.load(key(1), 0, 2).failed_loading) == [key(1)]
-        within(20, lambda: bool(pair.load(key(1), 0, 2).finished_loading))
+        soon(lambda: bool(pair.load(key(1), 0, 2).finished_loading))
         assert same_bits(pair.buffer[:2], embeds)
-        within(5, lambda: bool(pair.save(key(2), embeds).finished_saving))
+        soon(lambda: bool(pair.save(key(2), embeds).finished_saving))
         with servers[1].client() as client:
             assert client.exists(item_key(2))
         pair.close()

@@ -198,14 +198,14 @@ def test_a_root_that_vanished_is_a_store_that_is_down_until_it_is_back(tmp_path:
 
 def test_a_file_that_cannot_be_opened_holds_up_nothing_beyond_the_limit(tmp_path: Path, closing: Closing) -> None:
     """Opening a pipe waits for its other end, as opening a file does on a file server that does not answer."""
-    pair = closing(ECPair(tmp_path, timeout_s=0.3, num_threads=1))
+    pair = closing(ECPair(tmp_path, timeout_s=1.0, num_threads=1))
     embeds = random_bits(5, 6, torch.float32)
     pair.save(key(1), embeds)
     pair.save(key(2), embeds)
     path = path_of(tmp_path, key(1))
     path.unlink()
     os.mkfifo(path)
-    assert pair.load(key(1), 0, 5).failed_loading == {key(1): "the store took longer than timeout_s=0.3"}
+    assert pair.load(key(1), 0, 5).failed_loading == {key(1): "the store took longer than timeout_s=1"}
     assert pair.load(key(2), 0, 5).finished_loading == [key(2)]
     other_end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     poll_until(lambda: pair.worker._jobs._num_stuck == 0)

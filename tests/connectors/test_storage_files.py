@@ -144,7 +144,7 @@ def test_a_reader_sees_all_of_an_item_or_none(tmp_path: Path) -> None:
     shape = (300, 1024)
     writer = spawn.Process(target=write_again_and_again, args=(str(tmp_path), theirs, shape))
     writer.start()
-    assert ours.poll(60)
+    assert ours.poll(200)
     store, expected = FolderStore(tmp_path, NAMESPACE), torch.arange(shape[0] * shape[1]).float().view(shape)
     outcomes = {"read": 0, "absent": 0}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core import convert
@@ -13,9 +13,6 @@ from core.errors import InvalidRequestError
 from core.types import Feature, FinishReason, KVHandle, PlacedFeature, SamplingParams, Span, Usage
 from engine.protocol import EngineStats
 from protos import common_pb2, router_pb2
-
-settings.register_profile("small", max_examples=50, deadline=None, database=None)
-settings.load_profile("small")
 
 uint32 = st.integers(0, 2**32 - 1)
 floats = st.floats(allow_nan=False, allow_infinity=False)

@@ -194,11 +194,11 @@ def progressive_scans(num_scans: int, side: int) -> bytes:
 
 def test_decoding_ends_when_its_time_is_over() -> None:
     data = progressive_scans(2000, 2000)
-    started_s = time.monotonic()
+    started_s = time.thread_time()
     with pytest.raises(InvalidRequestError, match=r"image 1: decoding takes longer than 0\.2 s, the limit"):
         decode_rgb(data, max_s=0.2, part="image 1")
     # What is between two looks at the clock is a few scans, not all of them.
-    assert time.monotonic() - started_s < 5
+    assert time.thread_time() - started_s < 5
 
 
 @pytest.mark.parametrize(

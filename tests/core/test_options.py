@@ -154,6 +154,7 @@ def test_every_engine_option_arrives(model: str) -> None:
         Stage.DECODE,
         *(word for pair in given.items() for word in pair),
         "--async-scheduling",
+        "--enforce-eager",
         "--no-enable-prefix-caching",
     )
     assert config == EngineConfig(
@@ -180,6 +181,7 @@ def test_every_engine_option_arrives(model: str) -> None:
         max_images_per_prompt=4,
         distributed_executor_backend="mp",
         async_scheduling=True,
+        enforce_eager=True,
         kv_load_failure_policy="fail",
         log_level="DEBUG",
     )

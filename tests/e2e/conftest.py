@@ -14,7 +14,7 @@ from protos import common_pb2, decode_pb2_grpc, encoder_pb2_grpc, prefill_pb2_gr
 from tests.failure_watch import failures
 from tests.reference import Conversation
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 100.0
 #: Small, so that a prompt of ordinary length takes several chunks.
 TOKEN_BUDGET = 96
 
@@ -77,7 +77,7 @@ class Cluster:
     def counter(self, stage: str, name: str) -> int:
         return int(self.load(stage).counters[name])
 
-    def wait_empty(self, timeout_s: float = 10.0) -> None:
+    def wait_empty(self, timeout_s: float = 30.0) -> None:
         """Every stage holds nothing: requests, blocks, leases, items."""
 
         def held() -> dict[str, tuple[int, ...]]:
@@ -94,6 +94,20 @@ class Cluster:
             return state
 
         wait_until(lambda: not any(any(values) for values in held().values()), timeout_s, held)
+
+    def wait_serving(self, conversation: Conversation) -> None:
+        """Until it is answered: a worker that was started again serves a moment before the router has seen it."""
+
+        def is_answered() -> bool:
+            try:
+                self.tokens(conversation, max_tokens=1)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                return False
+            return True
+
+        wait_until(is_answered, TIMEOUT_S, lambda: "no answer")
 
     def assert_no_failures(self) -> None:
         counted = {stage: failures(self.load(stage).counters) for stage in ("encoder", "prefill", "decode", "router")}

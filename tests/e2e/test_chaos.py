@@ -22,7 +22,7 @@ _LAST = [("decode", "kill"), ("encoder", "kill"), ("prefill", "kill engine")]
 _NUM_TOKENS = 48
 
 
-@pytest.mark.timeout(240)  # starts seven programs while another test runs beside it
+@pytest.mark.timeout(400)  # starts seven programs while another test runs beside it
 def test_rolling_faults_change_no_answer_and_leave_nothing(
     tiny_model: Path, tmp_path: Path, reference: Reference
 ) -> None:
@@ -37,13 +37,12 @@ def test_rolling_faults_change_no_answer_and_leave_nothing(
         log_dir=tmp_path,
     )
     with injected_faults(), cluster:
-        report = Campaign(cluster, asked, concurrency=8).run(_PLAN, last=_LAST, hold_s=1.2)
+        report = Campaign(cluster, asked, concurrency=8).run(_PLAN, last=_LAST, hold_s=1.2, min_requests=100)
     # What every answer was compared with is right to begin with.
     for question in asked:
         if question.sampling.temperature == 0 and question.expected is not None:
             conversation: Conversation = [("user", [*question.pictures, question.text])]
             assert list(question.expected.token_ids) == reference.generate(conversation, _NUM_TOKENS)
-    assert report.num_requests >= 100
     assert sum(report.faults.values()) == len(_PLAN) + len(_LAST)
     assert (report.wrong, dict(report.errors), report.leaks) == ([], {}, [])
     assert cluster.left_behind == []

@@ -83,6 +83,8 @@ def pressed(
             f"--ec-connector={request.param}",
             f"--block-size={BLOCK_SIZE}",
             f"--ec-connector-extra-config={extra}",
+            # What the store lost once is kept for consumers too, who may never come for it.
+            "--drain-timeout=2",
         ],
         prefill_args=[f"--max-num-seqs={NUM_REQUESTS}"],
         decode_args=[

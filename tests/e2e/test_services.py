@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from cli.cluster import LocalCluster
-from tests.e2e.conftest import Cluster, chat_request, wait_until
+from tests.e2e.conftest import Cluster, chat_request
 from tests.e2e.conversations import CONVERSATIONS
 from tests.pictures import picture
 from tests.reference import Conversation, Reference
@@ -156,11 +156,14 @@ def test_metrics_are_served(cluster: Cluster) -> None:
 
 
 def test_a_deadline_reaches_every_stage(cluster: Cluster) -> None:
+    before, num_tokens = cluster.counter("decode", "generation_tokens_total"), 1500
     for timeout_s in (0.001, 0.01, 0.03, 0.06, 0.1):
+        request = chat_request(CONVERSATIONS["no image"], max_tokens=num_tokens)
         with pytest.raises(grpc.RpcError) as caught:
-            list(cluster.router.Generate(chat_request(CONVERSATIONS["no image"], max_tokens=1500), timeout=timeout_s))
+            list(cluster.router.Generate(request, timeout=timeout_s))
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    cluster.wait_empty(2.0)
+    cluster.wait_empty()
+    assert cluster.counter("decode", "generation_tokens_total") < before + num_tokens, "one went on to its end"
 
 
 def test_two_hundred_requests_some_cancelled_leave_nothing(cluster: Cluster) -> None:
@@ -209,7 +212,7 @@ def test_a_restarted_encoder_finds_what_was_stored(cluster: Cluster, reference: 
     expected = reference.generate(conversation, 16)
     assert cluster.tokens(conversation, max_tokens=16) == expected
     cluster.local.restart("encoder", 0)
-    wait_until(lambda: cluster.load("encoder") is not None, 10, lambda: "encoder")
+    cluster.wait_serving(conversation)
     assert cluster.tokens(conversation, max_tokens=16) == expected
     assert cluster.counter("encoder", "vision_tower_images_total") == 0
 

@@ -48,7 +48,7 @@ class TieredHarness(RedisHarness):
         return {
             "tiers": [
                 {"connector": "ECSharedMemoryConnector", "extra": arena},
-                {"connector": "ECRedisConnector", "extra": {**super().extra(), "timeout_s": 1.0}},
+                {"connector": "ECRedisConnector", "extra": {**super().extra(), "timeout_s": 2.0}},
             ]
         }
 
@@ -145,7 +145,7 @@ def start(model: Path, folder: Path, connector: str, extra: Mapping[str, Any], *
 
 def assert_items_are_found(there: Cluster, expected: Callable[[int], list[int]]) -> None:
     """Once every item was made anew, the tower has nothing to do and nothing fails."""
-    deadline_s = time.monotonic() + 15
+    deadline_s = time.monotonic() + 60
     while True:
         watched = ("vision_tower_images_total", "ec_load_failures_total", "ec_save_failures_total")
         before = [there.counter(stage, name) for stage in ("encoder", "prefill") for name in watched]
@@ -164,7 +164,7 @@ def test_a_store_may_stop_fill_and_spoil_what_it_holds(
     harness = CONNECTORS[connector](folder, {})
     try:
         harness.open()
-        extra = {**harness.extra(), **harness.time_limit(1.0)}
+        extra = {**harness.extra(), **harness.time_limit(2.0)}
         with start(tiny_model, tmp_path, connector, extra) as local:
             there = Cluster(local)
             assert_items_are_found(there, expected)
@@ -209,7 +209,7 @@ def spoil(harness: Harness, items: list[StoredItem]) -> None:
 def test_an_encoder_that_holds_the_items_itself_may_die(
     tiny_model: Path, tmp_path: Path, expected: Callable[[int], list[int]]
 ) -> None:
-    extra = {"timeout_s": 2.0, "lookup_timeout_s": 1.0}
+    extra = {"timeout_s": 2.0, "lookup_timeout_s": 2.0, "lease_s": 2.0}  # a drain waits for leases
     with start(tiny_model, tmp_path, "ECPeerConnector", extra, encoders=2) as local:
         there = Cluster(local)
         assert_items_are_found(there, expected)

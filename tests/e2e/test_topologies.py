@@ -15,7 +15,7 @@ import pytest
 from cli.cluster import LocalCluster
 from cli.process import Child
 from protos import common_pb2, router_pb2_grpc
-from tests.e2e.conftest import Cluster, chat_request, wait_until
+from tests.e2e.conftest import Cluster, chat_request
 from tests.e2e.conversations import CONVERSATIONS
 from tests.failure_watch import injected_faults
 from tests.pictures import picture
@@ -108,7 +108,7 @@ def test_a_damaged_item_is_encoded_again(wide: tuple[Cluster, Path], reference: 
     for file in store.rglob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1] + b"\x00")
     cluster.local.restart("prefill", 0)  # with an empty buffer, so that it must load
-    _wait_serving(cluster, [("user", ["Are you there?"])])
+    cluster.wait_serving([("user", ["Are you there?"])])
     assert cluster.tokens(conversation, max_tokens=8) == expected
     assert _counter(cluster, "prefill", 0, "ec_load_failures_total") == 1
     assert any("retries" in name and n for name, n in cluster.load("router").counters.items())
@@ -155,14 +155,3 @@ def _load(cluster: Cluster, stage: str, index: int) -> int:
     load = cluster.ask(stage, "GetLoad", common_pb2.GetLoadRequest(), index)
     assert isinstance(load, common_pb2.Load)
     return int(load.num_requests_running + load.num_requests_waiting)
-
-
-def _wait_serving(cluster: Cluster, conversation: Conversation) -> None:
-    def answers() -> bool:
-        try:
-            cluster.tokens(conversation, max_tokens=1)
-        except grpc.RpcError:
-            return False
-        return True
-
-    wait_until(answers, 20, lambda: "no answer")

@@ -16,7 +16,7 @@ import pytest
 
 from core.errors import ConfigError, EngineError
 from core.types import SamplingParams
-from engine.client import AsyncMPClient
+from engine.client import _STOP_TIMEOUT_S, AsyncMPClient
 from engine.protocol import EngineCoreRequest
 from tests.engine.engines import engine_config
 
@@ -69,7 +69,7 @@ async def test_a_cancelled_start_ends_the_process_at_once(tiny_model: Path, tmp_
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):  # far less than the imports alone take
             await client.start()
-    assert time.monotonic() - begun_s < 4, "it cannot hear a shutdown yet, so none is to be waited for"
+    assert time.monotonic() - begun_s < _STOP_TIMEOUT_S, "it cannot hear a shutdown yet, so none is to be waited for"
     assert children() == before
 
 
@@ -119,7 +119,7 @@ def test_the_engine_ends_with_its_parent(tiny_model: Path, tmp_path: Path, folde
     finally:
         parent.kill()
         parent.communicate(timeout=DEADLINE_S)
-    _, alive = psutil.wait_procs([engine], timeout=5)
+    _, alive = psutil.wait_procs([engine], timeout=DEADLINE_S)
     for process in alive:
         process.kill()
     assert not alive

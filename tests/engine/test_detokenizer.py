@@ -230,9 +230,9 @@ def test_a_push_does_not_grow_with_the_output() -> None:
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=True, prior_token_ids=prior)
         best = float("inf")
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.thread_time()
             detokenizer.push(ids)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     # Were it to grow, the second would take a hundred times as long.

@@ -105,7 +105,7 @@ async def test_a_worker_ends_with_its_engine(tiny_model: Path, tmp_path: Path) -
     children = psutil.Process(info.pid).children()
     (worker,) = [child for child in children if "engine.executor.worker_process" in child.cmdline()]
     os.kill(info.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs([worker], timeout=10)
+    _, alive = psutil.wait_procs([worker], timeout=DEADLINE_S)
     for process in alive:
         process.kill()
     assert not alive

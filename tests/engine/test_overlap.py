@@ -72,6 +72,13 @@ def make_mix(seed: int, plain: Engine) -> list[Call]:
     return calls
 
 
+def make_crowd() -> list[Call]:
+    """All at once and nothing in common, three times the blocks that the pressed engines have: how quick they are
+    does not matter."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    return [Call(f"{'pqrstuvw'[i]}@crowd", [30 + i], sampling, [], 0, None) for i in range(8)]
+
+
 def run_mix(engine: Engine, mix: list[Call]) -> int:
     """Most steps that were in flight at once."""
     most = 0
@@ -101,9 +108,9 @@ def assert_same(engine: Engine, plain: Engine, mix: list[Call]) -> None:
 
 @pytest.fixture(scope="module")
 def mixes(plain: Engine) -> list[list[Call]]:
-    """Three mixes, which `plain` has run."""
-    made = [make_mix(seed, plain) for seed in range(3)]
-    assert [run_mix(plain, mix) <= 1 for mix in made] == [True] * 3
+    """Three mixes and a crowd, which `plain` has run."""
+    made = [*(make_mix(seed, plain) for seed in range(3)), make_crowd()]
+    assert [run_mix(plain, mix) <= 1 for mix in made] == [True] * 4
     ended = [plain.ended[call.name] for mix in made for call in mix if call.aborted is None]
     assert {output.finish_reason for output in ended} == {FinishReason.STOP, FinishReason.LENGTH}
     return made

@@ -16,10 +16,11 @@ from transformers import AutoTokenizer
 
 from core.errors import ConfigError, InvalidRequestError
 from core.types import Feature
+from demo.checkpoint_tokenizers import QWEN_SPECIAL
 from demo.random_checkpoint import make_checkpoint
 from engine.prompts import ChatMessage, PromptProcessor
 
-SPECIAL = ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
+SPECIAL = list(QWEN_SPECIAL)
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +111,7 @@ _ATTACKS = st.lists(
 def test_words_never_become_special_tokens(processor: PromptProcessor, chat: list[list[str]]) -> None:
     messages: list[ChatMessage] = [("user", [*(("text", text) for text in texts), ("image", None)]) for texts in chat]
     token_ids, placed = processor.process_chat(messages, [_feature()] * len(chat))
-    special = {processor.tokenizer.token_to_id(token) for token in SPECIAL} | {
-        processor.tokenizer.token_to_id("<|vision_end|>")
-    }
+    special = {processor.tokenizer.token_to_id(token) for token in SPECIAL}
     harmless: list[ChatMessage] = [("user", [("text", "hi"), ("image", None)]) for _ in chat]
     expected, _ = processor.process_chat(harmless, [_feature()] * len(chat))
     assert [token for token in token_ids if token in special] == [token for token in expected if token in special]

@@ -296,6 +296,7 @@ def test_what_never_fits_and_what_is_too_much_is_refused_by_name() -> None:
     assert bench.last("large").error_kind is ErrorKind.INVALID_REQUEST
     assert "--encoder-cache-bytes" in bench.last("wide").error
     assert bench.last("late").error_kind is ErrorKind.OVERLOADED
+    assert bench.last("late").retry_after_s == 1.0, "nothing has ended yet, so it is a guess"
     bench.settle()
     bench.assert_empty()
 

@@ -55,7 +55,7 @@ print(json.dumps({"greedy": made, "top 1": output.token_ids}))
 def check(tiny_model: Path, reference: Reference, items: Path, device: str, environment: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tiny_model), str(items), device, str(NUM_TOKENS), *NAMES],
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=110, check=False,
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     made = json.loads(done.stdout)

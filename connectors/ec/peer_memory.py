@@ -20,6 +20,9 @@ _PULL_GRACE_S = 2.0
 #: How long somebody is expected who was told of an item that is not new: as a rule he has it and says nothing, else he
 #: asks at once.
 _TOLD_S = 2.0
+#: … and how long one who has asked: his request waits for its turn. He is believed once: engines that find an item
+#: elsewhere ask again and again, and never come.
+_ASKED_S = 10.0
 
 
 class HeldItem:
@@ -71,6 +74,7 @@ class ItemMemory(ECStore):
         self._used_bytes = 0  # of items, and of those being written
         self._changes: dict[str, bool] = {}
         self._awaited: dict[str, float] = {}  # key -> until when, monotonic
+        self._asked: set[str] = set()  # keys asked about since they were saved, told of or pulled last
         self._evictions = 0
         self._closed = False
 
@@ -98,6 +102,7 @@ class ItemMemory(ECStore):
             present = self._items.get(key)
             if present is not None:
                 self._items.move_to_end(key)
+                self._asked.discard(key)
                 self._awaited[key] = present.leased_until_s = time.monotonic() + self._lease_s
         if present is not None:
             if present.damaged_chunk() is None:
@@ -145,18 +150,21 @@ class ItemMemory(ECStore):
         """One more consumer knows where the item is, and may ask for it."""
         with self._lock:
             if key in self._items:
+                self._asked.discard(key)
                 self._await(key, min(self._lease_s, _TOLD_S))
 
     def asked(self, keys: Sequence[str]) -> None:
         """A consumer lacks these, and will come for them when their requests' turn comes."""
         with self._lock:
             for key in keys:
-                if key in self._items:
-                    self._await(key, self._lease_s)
+                if key in self._items and key not in self._asked:
+                    self._asked.add(key)
+                    self._await(key, min(self._lease_s, _ASKED_S))
 
     def not_awaited(self, key: str) -> None:
         """Whoever was told of the item has it, or takes it from within this engine."""
         with self._lock:
+            self._asked.discard(key)
             was_awaited = self._awaited.pop(key, None) is not None
         if was_awaited:
             self._changed()
@@ -193,6 +201,7 @@ class ItemMemory(ECStore):
             self._closed = True
             self._items.clear()
             self._awaited.clear()
+            self._asked.clear()
 
     def _reserve(self, cost_bytes: int) -> None:
         """Make room. Raises ItemError where there is none; then nothing was evicted."""
@@ -229,6 +238,7 @@ class ItemMemory(ECStore):
     def _remove(self, item: HeldItem) -> None:
         del self._items[item.key]
         self._awaited.pop(item.key, None)
+        self._asked.discard(item.key)
         self._used_bytes -= item.cost_bytes
         self._changes[item.key] = False
 

@@ -77,6 +77,20 @@ def test_an_item_that_is_told_of_again_is_waited_for_a_moment(
     pull(theirs, second)
 
 
+def test_who_asks_again_and_never_comes_is_not_waited_for(closing: Closing, theirs: ECSides) -> None:
+    """As an engine does that has the item from elsewhere; else a popular item would keep a leaving encoder for ever."""
+    memory = theirs.worker._memory  # type: ignore[attr-defined]
+    memory.pulled(key(1))
+    assert theirs.worker.num_leased() == 0
+    memory.asked([key(1)])
+    first = memory._awaited[key(1)]
+    memory.asked([key(1)])
+    assert memory._awaited[key(1)] == first
+    memory.pulled(key(1))
+    memory.asked([key(1)])
+    assert theirs.worker.num_leased() == 1, "who pulled it may lack it again"
+
+
 def test_being_told_of_again_keeps_no_item_from_making_room(closing: Closing) -> None:
     theirs, ours = closing(encoder(capacity_bytes=4096)), closing(consumer(num_rows=70))
     embeds = random_bits(70, 6, torch.float32)  # one fits, two do not

@@ -27,7 +27,7 @@ nothing but the store. The order of calls:
         start_load_caches           begin the loads ordered, on threads of the connector's own
         save_caches                 begin to store one item
         get_finished                what has been stored, loaded, or has failed since the last call
-        num_leased                  how much a drain has to wait for
+        num_leased, lease_over      how much a drain has to wait for
         clear_connector_metadata    the step is over
     both
         take_counters               what happened that an operator would like to know
@@ -254,6 +254,10 @@ class ECConnectorBase(ABC):
         Asked at the end of each step, and a few times a second while there are any: `notify` when the last has gone.
         """
         return 0
+
+    def lease_over(self, key: str) -> None:  # noqa: B027 - optional hook
+        """Producer: the item lies in another store as well, which outlives this process: `num_leased` need not count it
+        until somebody asks for it here."""
 
     # ---- both ----
 

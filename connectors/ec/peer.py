@@ -219,6 +219,9 @@ class ECPeerConnector(ECStoreConnector):
     def num_leased(self) -> int:
         return self._memory.num_awaited()
 
+    def lease_over(self, key: str) -> None:
+        self._memory.not_awaited(key)
+
     def _load(self, jobs: JobThreads, key: str, slice_: torch.Tensor, ordered_s: float) -> None:
         source = self._sources.get(key)
         if self._memory.contains([key])[0]:

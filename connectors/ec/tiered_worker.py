@@ -36,13 +36,13 @@ class _Load:
 
 
 class _Save:
-    __slots__ = ("copy", "embeds", "failures", "key", "num_pending", "num_saved", "others", "started_s")
+    __slots__ = ("copy", "embeds", "failures", "key", "num_pending", "others", "saved", "started_s")
 
     def __init__(self, key: str, embeds: torch.Tensor) -> None:
         self.key = key
         self.embeds = embeds
         self.num_pending = 0
-        self.num_saved = 0
+        self.saved: list[int] = []  # tiers that have it
         self.others: list[int] = []  # tiers to be tried, in this order, if none of the first has it
         self.copy: HostCopy | None = None  # for the tiers that are written back
         self.failures: list[str] = []
@@ -173,7 +173,7 @@ class TieredWorker:
     def _saved(self, save: _Save, i: int, reason: str | None) -> None:
         save.num_pending -= 1
         if reason is None:
-            save.num_saved += 1
+            save.saved.append(i)
         else:
             save.failures.append(f"{self._tiers[i].label}: {reason}")
         self._go_on(save)
@@ -181,10 +181,14 @@ class TieredWorker:
     def _go_on(self, save: _Save) -> None:
         if save.num_pending or save.copy in self._copying:
             return
-        if not save.num_saved and save.others:
+        if not save.saved and save.others:
             self._save_to(save, [save.others.pop(0)])
             return
-        if save.num_saved:
+        if save.saved:
+            ways_round = [i for i in save.saved if self._writes[i] is Write.FALLBACK]
+            if len(ways_round) < len(save.saved):  # a store has it too
+                for i in ways_round:
+                    self._tiers[i].connector.lease_over(save.key)
             self._tier_failures += len(save.failures)
             self._output.finished_saving.append(save.key)
             self._output.seconds_saving.append(time.monotonic() - save.started_s)
@@ -192,7 +196,7 @@ class TieredWorker:
         else:
             self._output.failed_saving[save.key] = "; ".join(save.failures)
         if save.copy is not None:
-            backs = [i for i in save.others if self._writes[i] is Write.BACK] if save.num_saved else []
+            backs = [i for i in save.others if self._writes[i] is Write.BACK] if save.saved else []
             self._save_copy(save.key, save.copy, backs)
 
     # ---- copies ----

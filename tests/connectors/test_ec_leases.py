@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from connectors.ec import peer_memory
+from connectors.ec.base import ECConnectorOutput
 from connectors.ec.shared_storage import ECSharedStorageConnector
 from connectors.ec.tiered import ECTieredConnector
 from core.types import ECRole
@@ -121,6 +122,21 @@ def test_tiers_are_waited_for_together(closing: Closing, tmp_path: Path) -> None
     theirs = saved(closing(ECSides(ECTieredConnector, {"tiers": [folder, peer]}, ECRole.PRODUCER)))
     assert theirs.worker.num_leased() == 1
     poll_until(lambda: theirs.worker.num_leased() == 0)
+
+
+def test_a_way_round_is_not_waited_for_where_a_store_has_the_item_too(closing: Closing, tmp_path: Path) -> None:
+    """What a consumer reported missing is saved to all tiers; he finds it in the store."""
+    folder = {"connector": "ECSharedStorageConnector", "extra": {"shared_storage_path": str(tmp_path)}}
+    peer = {"connector": "ECPeerConnector", "extra": {}, "write": "fallback"}
+    theirs = closing(ECSides(ECTieredConnector, {"tiers": [folder, peer]}, ECRole.PRODUCER))
+    theirs.scheduler.update_connector_output(ECConnectorOutput(failed_loading={key(1): "a consumer says so"}))
+    step(theirs)
+    saved(theirs)
+    memory = theirs.worker._tiers[1]._memory  # type: ignore[attr-defined]
+    assert memory.contains([key(1)]) == [True]
+    assert theirs.worker.num_leased() == 0
+    memory.asked([key(1)])
+    assert theirs.worker.num_leased() == 1, "a consumer that cannot find it there"
 
 
 def test_what_lies_in_a_store_outlives_the_encoder(closing: Closing, tmp_path: Path) -> None:

@@ -6,16 +6,15 @@ folders of the test. Nothing else is changed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cli.process import Child
+from core.ports import free_ports
 from k8s.tools.manifests import Object, Workload, argv, config_files, environment, workloads
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -109,13 +108,3 @@ class LocalPods:
         for child in self.children.values():
             child.wait_ended(time.monotonic() + 30)
         return {name: child.process.returncode for name, child in self.children.items()}
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        found = []
-        for _ in range(count):
-            probe = stack.enter_context(socket.socket())
-            probe.bind(("127.0.0.1", 0))
-            found.append(int(probe.getsockname()[1]))
-        return found

@@ -9,6 +9,8 @@ import urllib.request
 from collections.abc import Callable
 
 import grpc
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from k8s.tools.picture_load import TIMEOUT_S, PictureLoad, Tally
 from k8s.tools.podman_cluster import PodmanCluster
@@ -17,6 +19,8 @@ from k8s.tools.pods import Pod
 #: Of answers that were right when nothing else was going on: in bf16 a token may turn where two are as likely.
 _MOST_WRONG = 0.02
 _RECOVERY_S = 90.0
+_HTTP_PORT = 8000
+_PREFIX = "triptych:"
 #: Beyond a request's deadline, until its client has been told.
 _LATE_S = 5.0
 #: Zero where nothing was broken on purpose.
@@ -104,6 +108,7 @@ class Check:
             killed.append(pod)
             pod.kill()
             pod.wait_ready(time.monotonic() + _RECOVERY_S)
+            self._until_seen()
         tally = self._at_least(6)
         print(f"  {_killed('two of each', seed, killed)}: {time.monotonic() - began:.0f} s; {tally}", flush=True)
         routers = any(pod.workload.name == "router" for pod in killed)
@@ -111,6 +116,17 @@ class Check:
         if lost:
             raise CheckError(f"another pod could have served it: {lost[0]}\n{self.logs()}")
         self._answers_are_right("kills", tally)
+
+    def _until_seen(self) -> None:
+        """Until every router knows all workers to serve, which it finds out for itself."""
+        encodes, decodes = (name if name in self.cluster.workloads else "prefill" for name in ("encoder", "decode"))
+        stages = {"encode": encodes, "prefill": "prefill", "decode": decodes}
+        wanted = {stage: len(self.cluster.pods(name)) for stage, name in stages.items()}
+        deadline = time.monotonic() + _RECOVERY_S
+        while any(serving_workers(router) != wanted for router in self.cluster.pods("router")):
+            if time.monotonic() > deadline:
+                raise CheckError(f"not all routers know {wanted} workers to serve\n{self.logs()}")
+            time.sleep(0.2)
 
     def kill_singles(self, seed: int, kills: int) -> None:
         """SIGKILL to pods, so many at least, most of them the only one of their kind, while others may be down.
@@ -195,14 +211,30 @@ def metrics_of(pod: Pod) -> dict[str, float]:
     return {} if port is None else scrape(pod.address, port)
 
 
+def serving_workers(router: Pod) -> dict[str, int]:
+    """How many workers of each stage a router knows to serve; nothing while it does not answer itself."""
+    try:
+        samples = _samples(router.address, _HTTP_PORT)
+    except OSError:
+        return {}
+    return {
+        sample.labels["stage"]: int(sample.value)
+        for sample in samples
+        if sample.name == f"{_PREFIX}router_workers" and sample.labels["state"] == "serving"
+    }
+
+
 def scrape(host: str, port: int) -> dict[str, float]:
     """Sums over all series of each of our metrics, by name without prefix."""
+    sums: dict[str, float] = {}
+    for sample in _samples(host, port):
+        if sample.name.startswith(_PREFIX):
+            name = sample.name.removeprefix(_PREFIX)
+            sums[name] = sums.get(name, 0.0) + sample.value
+    return sums
+
+
+def _samples(host: str, port: int) -> list[Sample]:
     with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
-    sums: dict[str, float] = {}
-    for line in text.splitlines():
-        if line.startswith("triptych:"):
-            name, _, value = line.removeprefix("triptych:").rpartition(" ")
-            name = name.partition("{")[0]
-            sums[name] = sums.get(name, 0.0) + float(value)
-    return sums
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]

@@ -58,6 +58,12 @@ class Place:
         return f"{self._subnet}.{self._next}"
 
 
+def _mac(address: str) -> str:
+    """The same one each time: a pod keeps its interface when its container is started again, and others' tables of
+    neighbours stay right."""
+    return ":".join(f"{part:02x}" for part in (0x02, 0x42, *map(int, address.split("."))))
+
+
 def run_args(workload: Workload, place: Place, name: str, address: str) -> list[str]:
     """Arguments of `podman run` for one pod of `workload`. Raises ManifestError for what cannot be translated."""
     container, pod = workload.container, workload.pod
@@ -68,7 +74,7 @@ def run_args(workload: Workload, place: Place, name: str, address: str) -> list[
     limits = container["resources"]["limits"]
     args = [
         *("--detach", f"--name={name}", f"--hostname={name}", f"--label=triptych={place.name}"),
-        f"--network={place.name}:{','.join([f'ip={address}', *aliases])}",
+        f"--network={place.name}:{','.join([f'ip={address}', f'mac={_mac(address)}', *aliases])}",
         f"--user={user['runAsUser']}:{user['runAsGroup']}",
         *("--read-only", "--read-only-tmpfs=false", "--cap-drop=ALL", "--security-opt=no-new-privileges"),
         *(f"--memory={size_bytes(limits['memory'])}", f"--cpus={_cpus(limits['cpu'])}", "--pull=never"),

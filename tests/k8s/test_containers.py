@@ -30,7 +30,7 @@ def test_a_stage_runs_as_its_pod_says(place: Place) -> None:
     assert "--kv-role=kv_producer" in args[image:]
     for wanted in (
         "--entrypoint=python",
-        "--network=a-network:ip=10.9.8.11,alias=prefill",
+        "--network=a-network:ip=10.9.8.11,mac=02:42:0a:09:08:0b,alias=prefill",
         "--user=10001:10001",
         "--read-only",
         "--cap-drop=ALL",

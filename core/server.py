@@ -49,8 +49,8 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> tuple[tuple[s
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
-        # A worker that is back is seen within some two seconds, not after gRPC's two minutes. The second of these is how
-        # long an attempt to connect may take where nobody answers; gRPC's is 20 s.
+        # A worker that is back is seen within some two seconds, not after gRPC's two minutes. The second of these is
+        # how long an attempt to connect may take where nobody answers; gRPC's is 20 s.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),

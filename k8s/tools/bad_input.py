@@ -137,6 +137,7 @@ def _with_env(workload: Workload, name: str, value: str) -> Workload:
 def _ends(cluster: PodmanCluster, pod: Pod, said: str, wanted: set[int]) -> None:
     """Raises CheckError unless it ends with a code of `wanted`, never ready, and says why in one line like `said`."""
     _until("it ends", lambda: bool(pod.exit_codes))
+    _until("it says why", lambda: "error: " in pod.log(200))  # podman may have the code before the last lines
     was_ready, text, codes = pod.ready, pod.log(200), list(pod.exit_codes)
     cluster.discard(pod)
     lines = {line for line in text.splitlines() if line.startswith("error: ")}

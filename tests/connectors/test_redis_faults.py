@@ -284,7 +284,7 @@ def test_writers_killed_at_random_moments(server: RedisServer, client: redis.Red
         writers.append((process, ours))
     for process, pipe in writers:
         assert pipe.poll(200)
-        time.sleep(chance.random() * 0.02)
+        time.sleep(chance.random() * 0.02)  # the fault: killed at a random moment
         process.kill()
         process.join()
     # What they had sent is still being read.

@@ -192,7 +192,7 @@ def _opened(data: bytes, max_bytes: int, part: str) -> Iterator[tuple[Image.Imag
         raise
     except _TooCostlyError as error:
         raise InvalidRequestError(f"{part}: {error}") from None
-    except Exception:
+    except Exception:  # Pillow's parsers let out whatever a broken file makes them raise
         raise InvalidRequestError(f"{part}: the {image.format} file is damaged or cut short") from None
 
 

@@ -91,7 +91,7 @@ class CoreProcess:
                     sent_s = now_s
                     made = EngineCoreOutputs(outputs=outputs, stats=core.scheduler.make_stats())
                     self.send(OutMessage(outputs=made))
-        except Exception as error:
+        except Exception as error:  # whatever it is, those that wait for tokens are told
             logger.exception("the engine died")
             reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__} in the engine's step"
             self.send(OutMessage(outputs=EngineCoreOutputs(fatal=reason)))
@@ -150,13 +150,13 @@ def main() -> int:
     except ConfigError as error:
         _report(context, start, Fatal("config", error.name, str(error.value), error.reason))
         return 2
-    except Exception as error:
+    except Exception as error:  # whatever it is, who started us waits for a word
         logger.exception("the engine did not start")
         _report(context, start, Fatal("engine", "", "", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
         return 1
     try:
         process.run()
-    except Exception:
+    except Exception:  # `run` has logged and reported it
         return 1
     finally:
         context.destroy(linger=1000)

@@ -28,6 +28,20 @@ COUNTERS = (
     "kv_recomputations_total",
 )
 
+#: Those that stay zero while nothing is broken on purpose: tests and `make cluster-check` hold every worker to it.
+FAILURES = (
+    "ec_load_failures_total",
+    "ec_save_failures_total",
+    "ec_store_breaker_opens_total",
+    "ec_store_lookup_failures_total",
+    "ec_store_tier_failures_total",
+    "kv_leases_expired_total",
+    "kv_recomputations_total",
+    "kv_transfer_failures_total",
+    "kv_transfer_retries_total",
+    "num_preemptions_total",
+)
+
 
 class StatsCollector:
     """Totals since the start, and the observations since they were last taken. Step thread only."""

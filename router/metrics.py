@@ -22,6 +22,8 @@ RETRY_REASONS = ("unavailable", "overloaded", "stalled", "broken", "missing", "l
 WORKER_STATES = ("serving", "failing", "not serving", "silent", "unreachable", "refused")
 #: What a refused request found full: places, room for images, the queue of those that wait for their turn.
 REJECT_REASONS = ("inflight", "images", "queue")
+#: Counters that stay zero while nothing is broken on purpose, beside `engine.stats.FAILURES`.
+FAILURES = ("router_retries_total", "router_breaker_opens_total", "router_dns_failures_total")
 _OUTCOMES = ("ok", "cancelled", "error")
 
 

@@ -17,27 +17,13 @@ from weakref import WeakSet
 import grpc
 import pytest
 
+import router.metrics
 from cli.process import Child
-from engine.stats import COUNTERS
+from engine.stats import FAILURES
 from protos import common_pb2, decode_pb2_grpc, encoder_pb2_grpc, prefill_pb2_grpc, router_pb2_grpc
 
-#: What must be zero where no fault was injected, on every worker.
-FAILURES = (
-    "ec_load_failures_total",
-    "ec_save_failures_total",
-    "ec_store_breaker_opens_total",
-    "ec_store_lookup_failures_total",
-    "ec_store_tier_failures_total",
-    "kv_leases_expired_total",
-    "kv_recomputations_total",
-    "kv_transfer_failures_total",
-    "kv_transfer_retries_total",
-    "num_preemptions_total",
-)
-assert set(FAILURES) <= set(COUNTERS)
-
 #: What a router's begin with. One for each stage and reason: `encode`, `missing` is the second encode of an item.
-_ROUTER_FAILURES = ("router_retries", "router_breaker_opens", "router_dns_failures")
+_ROUTER_FAILURES = tuple(name.removesuffix("_total") for name in router.metrics.FAILURES)
 
 _STUBS = {
     "services.encoder": encoder_pb2_grpc.EncoderStub,

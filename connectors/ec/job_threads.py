@@ -108,7 +108,7 @@ class JobThreads:
                 job.is_running = True
             try:
                 job.run(job)
-            except Exception:
+            except Exception:  # one job must not take the others' thread away
                 log.exception("a connector's job failed")
             with self._changed:
                 job.is_running = False

@@ -115,7 +115,7 @@ class LookupTable:
                 self._probing_since_s = time.monotonic()
             try:
                 found = self._probe(keys)
-            except Exception:
+            except Exception:  # a stranger's store; without this thread no key would ever be answered
                 log.exception("a look-up of %d items failed", len(keys))
                 found = [False] * len(keys)
             now_s = time.monotonic()

@@ -86,7 +86,7 @@ class PeerClient:
             while not self._closing:
                 try:
                     self._step()
-                except Exception:
+                except Exception:  # without this thread no order would ever end
                     log.exception("pulling items from encoders failed")
                     for connection in self._connections:
                         self._drop(connection, BrokenError("internal error of the consumer"))

@@ -111,7 +111,7 @@ class RedisStore(ECStore):
             self._count(evictions)
         try:
             self._routed(lambda: self._save(item, source))
-        except Exception:
+        except Exception:  # whatever ended it, the room was not used
             if self._cap is not None and is_new:
                 with contextlib.suppress(StoreError, ItemError):
                     self._cap.give_back(self._namespace, key, source.embeds.nbytes, num_values)

@@ -274,7 +274,7 @@ class ECStoreConnector(ECConnectorBase):
     def _maintain(self) -> None:
         try:
             self._store.maintain(self._closing)
-        except Exception:
+        except Exception:  # a stranger's store, whose loads and saves go on
             log.exception("the upkeep of the encoder cache ended early")
 
     # ---- both ----

@@ -101,7 +101,7 @@ class Puller:
             while not self._closing:
                 try:
                     self._step()
-                except Exception:
+                except Exception:  # without this thread no pull would ever end
                     log.exception("pulling KV blocks failed")
                     for connection in self._connections:
                         for transfer in self._forget(connection):

@@ -51,7 +51,7 @@ class WorkerProcess:
             answer = work(*arguments)
         except ConfigError as error:
             answer = FromWorker(problem=Problem(error.name, str(error.value), error.reason))
-        except Exception as error:
+        except Exception as error:  # whatever it is, the engine waits for an answer
             logger.exception("an order failed")
             first_line = str(error).partition("\n")[0]
             reason = first_line if isinstance(error, EngineError) else f"{type(error).__name__}: {first_line}"
@@ -82,7 +82,7 @@ def _receive(channel: Channel, orders: queue.SimpleQueue[ToWorker]) -> None:
     try:
         while (message := channel.receive()) is not None:
             orders.put(decode(message))
-    except Exception:
+    except Exception:  # whatever it is: a worker that hears no orders must not linger
         logger.exception("an order cannot be read")
     os._exit(1)
 

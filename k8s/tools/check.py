@@ -12,6 +12,8 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+import engine.stats
+import router.metrics
 from k8s.tools.picture_load import TIMEOUT_S, PictureLoad, Tally
 from k8s.tools.podman_cluster import PodmanCluster
 from k8s.tools.pods import Pod
@@ -24,21 +26,7 @@ _PREFIX = "triptych:"
 #: Beyond a request's deadline, until its client has been told.
 _LATE_S = 5.0
 #: Zero where nothing was broken on purpose.
-FAILURES = (
-    "ec_load_failures_total",
-    "ec_save_failures_total",
-    "ec_store_breaker_opens_total",
-    "ec_store_lookup_failures_total",
-    "ec_store_tier_failures_total",
-    "kv_leases_expired_total",
-    "kv_recomputations_total",
-    "kv_transfer_failures_total",
-    "kv_transfer_retries_total",
-    "num_preemptions_total",
-    "router_breaker_opens_total",
-    "router_dns_failures_total",
-    "router_retries_total",
-)
+FAILURES = (*engine.stats.FAILURES, *router.metrics.FAILURES)
 #: How a request may end when a part that it cannot do without was killed: the stage is named, or there was no room.
 _NAMED = re.compile(r"UNAVAILABLE: (encoder|prefill|decode|router) is unavailable: |RESOURCE_EXHAUSTED: |NO_ENDPOINT: ")
 #: What gRPC says to a client whose router is gone.

@@ -41,5 +41,5 @@ def make_policy(option: str, name: str) -> Policy:
         raise ConfigError(option, name, "no subclass of router.policies.base.Policy")
     try:
         return found()
-    except Exception as error:
+    except Exception as error:  # a stranger's constructor
         raise ConfigError(option, name, f"cannot be made: {type(error).__name__}: {error}") from error

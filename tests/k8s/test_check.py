@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import generate_latest
 
+import engine.stats
+import router.metrics
 from core.errors import OverloadedError, StageUnavailableError, TriptychError
+from core.metrics import PREFIX
 from core.types import Stage
 from k8s.tools.check import FAILURES, is_named, is_router_gone
+from router.metrics import RouterMetrics
 from tests import failure_watch
 
 
-def test_every_failure_that_tests_watch_is_watched_here() -> None:
+def test_every_failure_is_a_counter_that_exists_and_tests_watch_it() -> None:
     names = dict.fromkeys(FAILURES, 1)
     assert failure_watch.failures(names) == names
-    assert set(failure_watch.FAILURES) <= set(FAILURES)
-    assert {f"{name}_total" for name in failure_watch._ROUTER_FAILURES} <= set(FAILURES)
+    assert set(engine.stats.FAILURES) <= set(engine.stats.COUNTERS)
+    page = generate_latest(RouterMetrics().registry).decode()
+    assert [name for name in router.metrics.FAILURES if f"{PREFIX}{name}" not in page] == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from cli.bench.command import bench
 from cli.connector_check import connector
 from cli.generate import generate
 from cli.up import up
+from core import logs
 from core.errors import EXIT_CONFIG, ConfigError, TriptychError
 from core.version import version
 
@@ -38,10 +39,10 @@ def main() -> NoReturn:
         error.show()
         sys.exit(EXIT_CONFIG)
     except click.ClickException as error:
-        print(f"error: {error.format_message()}", file=sys.stderr, flush=True)
+        logs.complain(error.format_message())
         sys.exit(error.exit_code)
     except TriptychError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        logs.complain(str(error))
         sys.exit(EXIT_CONFIG if isinstance(error, ConfigError) else 1)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(_EXIT_INTERRUPTED)

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from contextvars import ContextVar
+from typing import TextIO
 
 import msgspec
 
@@ -38,6 +39,18 @@ def setup(level: str, where: str, form: str = "text") -> None:
     root.setLevel(level.upper())
     # asyncio's debug lines name internals of the loop only.
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def say(line: str, stream: TextIO) -> None:
+    """One line in one write, flushed. `print` writes the line's end by itself where Python does not buffer, as in a
+    container: whoever reads may take that for a second line, or put the lines of two processes into one."""
+    stream.write(line + "\n")
+    stream.flush()
+
+
+def complain(message: str) -> None:
+    """Say on standard error why this program ends, in one line."""
+    say("error: " + " ".join(message.split()), sys.stderr)
 
 
 def _text_formatter(where: str) -> logging.Formatter:

@@ -142,17 +142,12 @@ def main() -> NoReturn:
         error.show()
         sys.exit(EXIT_CONFIG)
     except click.ClickException as error:
-        _complain(error.format_message())
+        logs.complain(error.format_message())
+        sys.exit(EXIT_CONFIG)
     except TriptychError as error:  # ConfigError, or IncompatibleError between the stages
-        _complain(str(error))
+        logs.complain(str(error))
+        sys.exit(EXIT_CONFIG)
     sys.exit(0)
-
-
-def _complain(message: str) -> NoReturn:
-    # In one piece: several processes of one router may complain at once.
-    sys.stderr.write("error: " + " ".join(message.split()) + "\n")
-    sys.stderr.flush()
-    sys.exit(EXIT_CONFIG)
 
 
 if __name__ == "__main__":

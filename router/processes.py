@@ -94,7 +94,7 @@ async def run_process() -> int:
             else:
                 change = roster.add if command.what == "add" else roster.remove
                 answer = Answer(command.number, done=await change(Stage(command.stage), command.address))
-            print(msgspec.json.encode(answer).decode(), flush=True)
+            logs.say(msgspec.json.encode(answer).decode(), sys.stdout)
         logger.warning("the starter of this process is gone")
 
     try:
@@ -262,7 +262,7 @@ async def supervise(settings: RouterSettings) -> int:
             try:
                 await asyncio.wait({stop, is_ready, *keepers}, return_when=asyncio.FIRST_COMPLETED)
                 if is_ready.done():
-                    print(ready, flush=True)
+                    logs.say(ready, sys.stdout)
                     await asyncio.wait({stop, *keepers}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 stop.cancel()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 import msgspec
 
+from core import logs
 from core.server import GrpcServer
 from protos import router_pb2_grpc
 from router.admin import start_admin
@@ -103,7 +105,7 @@ async def _take_requests(fleet: Fleet, servicer: RouterServicer, server: GrpcSer
         await every_stage
     finally:
         every_stage.cancel()
-    print(ready, flush=True)
+    logs.say(ready, sys.stdout)
     await fleet.monitor()
 
 

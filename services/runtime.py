@@ -51,17 +51,12 @@ def main(stage: Stage, start_engine: StartEngine | None = None) -> NoReturn:
     try:
         code = program(stage, start_engine).main(prog_name=f"services.{stage.value}", standalone_mode=False)
     except click.ClickException as error:
-        code = _complain(error.format_message(), EXIT_CONFIG)
-    except ConfigError as error:
-        code = _complain(str(error), EXIT_CONFIG)
+        code = EXIT_CONFIG
+        logs.complain(error.format_message())
     except TriptychError as error:
-        code = _complain(str(error), EXIT_FAILED)
+        code = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+        logs.complain(str(error))
     sys.exit(code)
-
-
-def _complain(text: str, code: int) -> int:
-    print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
-    return code
 
 
 def program(stage: Stage, start_engine: StartEngine | None = None) -> click.Group:
@@ -123,9 +118,8 @@ async def run(stage: Stage, config: EngineConfig, settings: ServeSettings, start
                 return 0
             life = _Life(worker, server, metrics, engine)
             server.set_serving(True)
-            print(
-                f"ready {stage.value} grpc={server.bound} metrics={address(settings.host, metrics_port)}",
-                flush=True,
+            logs.say(
+                f"ready {stage.value} grpc={server.bound} metrics={address(settings.host, metrics_port)}", sys.stdout
             )
             return await life.until_end(signalled)
         finally:

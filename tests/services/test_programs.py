@@ -107,6 +107,25 @@ async def health_of(channel: grpc.aio.Channel) -> int:
     return (await stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)).status
 
 
+@pytest.mark.parametrize("program", ["services.prefill", "router", "cli"])
+def test_why_a_program_ends_is_written_at_once(program: str, tmp_path: Path) -> None:
+    """What gathers the lines of a container reads as it likes, and Python does not buffer there."""
+    arguments = {"services.prefill": ["serve"], "router": [], "cli": ["up"]}[program]
+    ours, theirs = os.pipe2(os.O_DIRECT)  # each read has one write
+    with os.fdopen(ours, "rb", buffering=0) as said:
+        with os.fdopen(theirs, "wb") as end:
+            code = subprocess.run(
+                [sys.executable, "-m", program, *arguments, "--no-such-option"],
+                cwd=ROOT,
+                env=environment(tmp_path, PYTHONUNBUFFERED="1"),
+                stderr=end,
+                timeout=WAIT_S,
+                check=False,
+            ).returncode
+        assert code == 2
+        assert re.fullmatch(rb"error: .*no-such-option.*\n", said.read(4096))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_both_ways_to_run_it_show_the_same_help(stage: str, tmp_path: Path) -> None:
     by_module = outcome(["-m", f"services.{stage}", "serve", "--help"], tmp_path)

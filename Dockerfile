@@ -81,6 +81,13 @@ EXPOSE 50060 8000
 CMD ["python", "-m", "router", "serve", "--help"]
 
 FROM python AS engine
+ARG VARIANT=cpu
+# On a GPU, Triton compiles its way to the driver when it is first used: with a C compiler and Python's headers.
+RUN if [ "$VARIANT" = cuda ]; then \
+      apt-get update \
+      && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev \
+      && rm -rf /var/lib/apt/lists/*; \
+    fi
 ARG VERSION=0.1.0
 LABEL org.opencontainers.image.title="triptych-engine" \
       org.opencontainers.image.description="Triptych's three stages: encode, prefill, decode" \

@@ -24,7 +24,8 @@ WORKER_STATES = ("serving", "failing", "not serving", "silent", "unreachable", "
 REJECT_REASONS = ("inflight", "images", "queue")
 #: Counters that stay zero while nothing is broken on purpose, beside `engine.stats.FAILURES`.
 FAILURES = ("router_retries_total", "router_breaker_opens_total", "router_dns_failures_total")
-_OUTCOMES = ("ok", "cancelled", "error")
+#: How requests end. "refused": not one that can be served, or no room for it, here or in a stage.
+_OUTCOMES = ("ok", "cancelled", "refused", "error")
 
 
 class RouterMetrics:

@@ -9,7 +9,7 @@ import uuid
 import grpc
 
 from core import logs
-from core.errors import DeadlineExceededError, StageUnavailableError
+from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError, StageUnavailableError
 from core.server import guarded
 from core.types import Stage
 from core.version import version
@@ -54,6 +54,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):  # type: ignore[misc]  # g
                 outcome = "ok"
             except asyncio.CancelledError:
                 outcome = "cancelled"
+                raise
+            except (InvalidRequestError, OverloadedError):
+                outcome = "refused"
                 raise
             finally:
                 self._metrics.requests.labels(outcome=outcome).inc()

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def podman(*args: str, timeout_s: float = _TIMEOUT_S, check: bool = True, merged
             text=True,
             timeout=timeout_s,
             check=False,
+            cwd=tempfile.gettempdir(),  # conmon leaves a file `oom` there when a container had too little memory
             env=_environment(),
         )
     except subprocess.TimeoutExpired:

@@ -202,6 +202,7 @@ async def test_a_refusal_says_when_to_come_again_to_each_kind_of_client() -> Non
         assert detail.type_url == "type.googleapis.com/google.rpc.RetryInfo"
         assert retry_pb2.RetryInfo.FromString(detail.value).retry_delay.ToMilliseconds() == 1000
         assert c.metrics.counters()['router_rejected_total{reason="inflight"}'] == 1
+        assert c.metrics.counters()['router_requests_total{outcome="refused"}'] == 1
         c.prefills[0].gate.set()
         await held
 

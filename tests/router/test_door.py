@@ -110,6 +110,9 @@ async def test_refusals_name_part_and_limit() -> None:
             assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT, name
             assert expected in error.value.details(), name
         assert not c.encoders[0].requests + c.prefills[0].requests + c.decodes[0].requests
+        counters = c.metrics.counters()
+        assert counters['router_requests_total{outcome="refused"}'] == len(CASES)
+        assert counters['router_requests_total{outcome="error"}'] == 0
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await collect(malformed(c.channel))
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT

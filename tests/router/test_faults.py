@@ -168,6 +168,8 @@ async def test_refusals_pass_through_with_code_and_details(stage: str, code: grp
         which = "image 1: " if stage == "encoders" and code == grpc.StatusCode.INVALID_ARGUMENT else ""
         assert (got, details) == (code, f"{which}too large, the limit is 7")
         assert c.total_retries() == 0
+        outcome = "refused" if code == grpc.StatusCode.INVALID_ARGUMENT else "error"  # the client's, or ours
+        await until(lambda: c.metrics.counters()[f'router_requests_total{{outcome="{outcome}"}}'] == 1)
         await c.pipeline.releases.close()
         assert not c.prefills[0].leases
 

@@ -121,11 +121,11 @@ def parse_url(url: str) -> RedisLocation:
 
 
 def read_password(file_option: str, file: str | None, env_option: str, env: str | None) -> str | None:
-    """The password in a file (without the line's end) or in an environment variable; None where neither is given."""
+    """The password in a file or in an environment variable, without the line's end; None where neither is given."""
     if file is not None and env is not None:
         raise ConfigError(f"{EC_EXTRA} {file_option}", file, f"is given beside {env_option}; one is enough")
     if env is not None:
-        password = os.environ.get(env)
+        password = os.environ.get(env, "").rstrip("\r\n")  # a Secret made of a file brings the file's last one
         if not password:
             raise ConfigError(f"{EC_EXTRA} {env_option}", env, "no such environment variable, or it is empty")
         return password

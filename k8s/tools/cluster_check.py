@@ -41,6 +41,8 @@ def check_topology(name: str) -> None:
     began = time.monotonic()
     with PodmanCluster(overlays()[name]) as cluster:
         print(f"  left out: {', '.join(cluster.left_out)}; topology spread")
+        for difference in cluster.differs:
+            print(f"  {difference}")
         print(f"  {len(cluster.all_pods())} pods ready after {time.monotonic() - began:.0f} s", flush=True)
         load = PictureLoad(lambda: cluster.endpoints("router"), _GRPC_PORT, seed=_SEED)
         check = Check(cluster, load)

@@ -3,7 +3,7 @@
 #
 #   BASE=debian    no image registry is reached: the base comes from Debian's packages (debootstrap, as root), a stand-in for
 #                  the Redis image too, and Python's packages are downloaded by this machine's pip, as it is configured
-#   VARIANT=cuda   torch with NVIDIA's libraries; the engine's tag then ends in -cuda
+#   VARIANT=cuda   torch with NVIDIA's libraries; the engine's image is then named triptych-engine-cuda
 #   TORCH_CPU_INDEX=URL   index of torch's CPU builds; without it the usual index decides, whose builds are larger
 #   ENGINE=docker  takes that one
 set -eu
@@ -68,7 +68,7 @@ suffix=""
 [ "$variant" = cpu ] || suffix="-$variant"
 for target in router engine; do
     name="triptych-$target:$tag"
-    [ "$target" = router ] || name="$name$suffix"
+    [ "$target" = router ] || name="triptych-$target$suffix:$tag"
     # shellcheck disable=SC2086
     "$engine" build --quiet $extra --target "$target" --build-arg "VARIANT=$variant" --build-arg "VERSION=$tag" \
         --build-arg "TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-}" --tag "$name" . >/dev/null

@@ -67,6 +67,7 @@ class Workload(msgspec.Struct, frozen=True):
     replicas: int
     labels: dict[str, str]  # of the pods
     pod: Object  # the template's spec
+    min_ready_s: float = 0  # how long a new pod is ready before an old one goes
 
     @property
     def container(self) -> Object:
@@ -84,6 +85,7 @@ def workloads(objects: list[Object]) -> list[Workload]:
             made["spec"].get("replicas", 1),
             made["spec"]["template"]["metadata"]["labels"],
             made["spec"]["template"]["spec"],
+            float(made["spec"].get("minReadySeconds", 0)),
         )
         for made in objects
         if made["kind"] in _KINDS

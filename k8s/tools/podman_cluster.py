@@ -1,8 +1,8 @@
 """Rendered manifests as podman containers on a bridge network with DNS: the part of a cluster that is not the kubelet.
 
-Services become network aliases of their pods' containers. That is harder on the stack than a cluster is: a pod has its
-name from its start to its very end, whether it is ready or not. Left out are the objects of LEFT_OUT and what pods say
-about nodes. Everything else that is not understood is an error.
+Services become network aliases of their pods' containers: a pod has its name from its start to its very end, ready or
+not, as one of a Service that publishes addresses of pods that are not ready. Left out are the objects of LEFT_OUT and
+what pods say about nodes. Everything else that is not understood is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ LEFT_OUT = frozenset(
 )
 _UNDERSTOOD = frozenset(("ConfigMap", "Service", "Deployment", "StatefulSet", "PersistentVolumeClaim"))
 _READY_S = 150.0
+#: By then every router has resolved a name again. podman's names are not cached; those of a cluster are, which is what
+#: most of a Deployment's minReadySeconds is for.
+_NAMES_S = 6.0
 _SUBNETS = 64
+
+
+def settle_s(workload: Workload) -> float:
+    """How long a new pod is to be ready here before an old one goes."""
+    return min(workload.min_ready_s, _NAMES_S)
 
 
 class PodmanCluster:
@@ -54,6 +62,8 @@ class PodmanCluster:
             raise ManifestError(f"kinds that cannot be translated: {', '.join(sorted(unknown))}")
         self.left_out = sorted(f"{o['kind']} {o['metadata']['name']}" for o in objects if o["kind"] in LEFT_OUT)
         self.workloads = {workload.name: workload for workload in workloads(objects)}
+        waits = {each.min_ready_s for each in self.workloads.values() if settle_s(each) < each.min_ready_s}
+        self.differs = [f"minReadySeconds {s:g}: {_NAMES_S:g} here, since podman's names are not cached" for s in waits]
         for workload in self.workloads.values():
             if not image_exists(workload.container["image"]):
                 raise PodmanError(f"there is no image {workload.container['image']}; make image, or with BASE=debian")
@@ -114,9 +124,12 @@ class PodmanCluster:
             pod.wait_ready(deadline)
 
     def roll(self, name: str) -> None:
-        """Every pod replaced by a new one: one more at a time, and an old one goes once a new one is ready."""
+        """Every pod replaced by a new one: one more at a time, and an old one goes once a new one has been ready for a
+        while. Raises PodmanError where it does not stay ready."""
         for old in self.pods(name):
-            self._add(name).wait_ready(time.monotonic() + _READY_S)
+            new = self._add(name)
+            new.wait_ready(time.monotonic() + _READY_S)
+            new.stay_ready(settle_s(new.workload))
             self._retire(old)
 
     def restart(self, name: str) -> None:

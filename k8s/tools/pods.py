@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import threading
 import time
 from pathlib import Path
@@ -30,6 +31,8 @@ from k8s.tools.podman import PodmanError, is_running, podman
 #: A pause between a container's end and its next start; a cluster would take longer each time.
 _RESTART_PAUSE_S = 0.5
 _DEFAULT_TIMEOUT_S = 1.0
+_PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+_PROBE_KINDS = frozenset(("grpc", "exec", "tcpSocket"))
 
 
 class Place:
@@ -67,6 +70,9 @@ def _mac(address: str) -> str:
 def run_args(workload: Workload, place: Place, name: str, address: str) -> list[str]:
     """Arguments of `podman run` for one pod of `workload`. Raises ManifestError for what cannot be translated."""
     container, pod = workload.container, workload.pod
+    for probe in _PROBES:
+        if not _PROBE_KINDS & container.get(probe, {"exec": None}).keys():
+            raise ManifestError(f"{workload.name}: {probe} is of a kind that is not supported here")
     fields = {"status.podIP": address, "metadata.name": name}
     env = environment(container, place.objects, fields, place.secrets)
     aliases = [f"alias={service}" for service in services_of(place.objects, workload.labels)]
@@ -140,6 +146,14 @@ class Pod:
         while not self.ready or len(self.exit_codes) < self._starts_due:
             if time.monotonic() > deadline:
                 raise PodmanError(f"{self.name} was not ready in time; it said:\n{self.log(15)}")
+            time.sleep(0.05)
+
+    def stay_ready(self, seconds: float) -> None:
+        """Returns after so long. Raises PodmanError, with the last lines of its log, once it is not ready any more."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if not self.ready:
+                raise PodmanError(f"{self.name} did not stay ready; it said:\n{self.log(15)}")
             time.sleep(0.05)
 
     def log(self, lines: int) -> str:
@@ -234,7 +248,8 @@ class Pod:
                 podman("exec", self.name, *probe["exec"]["command"], timeout_s=timeout_s + 5)
             except PodmanError:
                 return False
-        return True  # a TCP probe: what it would find, the exec probe beside it finds
+            return True
+        return accepts(self.address, int(probe["tcpSocket"]["port"]), timeout_s)
 
     def _answers(self, service: str, timeout_s: float) -> bool:
         channel = self._channel
@@ -247,6 +262,15 @@ class Pod:
         except (grpc.RpcError, ValueError):  # ValueError: the channel was closed meanwhile
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def accepts(host: str, port: int, timeout_s: float) -> bool:
+    """Whether somebody takes a TCP connection there, in time."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
 
 
 def _grpc_port(workload: Workload) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from connectors.ec.base import ECConnectorConfig, ECSide
 from connectors.ec.redis_connector import ECRedisConnector
-from connectors.ec.redis_url import Address, Login, RedisLocation, parse_url
+from connectors.ec.redis_url import Address, Login, RedisLocation, parse_url, read_password
 from connectors.factory import make_ec_connector
 from core.config import ConnectorConfig
 from core.errors import ConfigError
@@ -131,6 +131,21 @@ def test_bad_options_are_refused_by_name(extra: dict[str, Any], name: str, monke
     assert caught.value.name == f"--ec-connector-extra-config {name}"
     assert SECRET not in str(caught.value)
     assert connector_threads() == []
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_line_end_is_no_part_of_a_password(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Secret made of a file has the file's last one, as a variable and as a file."""
+    (tmp_path / "password").write_bytes(f'a "{SECRET}\\{end}'.encode())
+    monkeypatch.setenv("SECRET_OF_TEST", f'a "{SECRET}\\{end}')
+    assert read_password("password_file", None, "password_env", "SECRET_OF_TEST") == f'a "{SECRET}\\'
+    assert read_password("password_file", str(tmp_path / "password"), "password_env", None) == f'a "{SECRET}\\'
+
+
+def test_a_password_of_nothing_but_a_line_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_TEST", "\r\n")
+    with pytest.raises(ConfigError, match="it is empty"):
+        read_password("password_file", None, "password_env", "SECRET_OF_TEST")
 
 
 def test_tls_files_that_fit_are_accepted(tmp_path: Path) -> None:

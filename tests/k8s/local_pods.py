@@ -19,7 +19,8 @@ from k8s.tools.manifests import Object, Workload, argv, config_files, environmen
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START_S = 100.0
-SECRETS = {("redis", "password"): "a password"}
+#: As a careless `--from-file` makes it: with the line's end, which is no part of it.
+SECRETS = {("redis", "password"): 'a "password" with \\ and #\n'}
 _KEPT = ("/tmp", "/dev/shm")  # are there on every machine
 
 

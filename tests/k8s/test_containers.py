@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from k8s.tools.manifests import K8S, ManifestError, Object, Workload, cores, environment, size_bytes, workloads
-from k8s.tools.pods import Place, run_args
+from k8s.tools.pods import Place, accepts, run_args
 
 
 @pytest.fixture
@@ -64,6 +65,20 @@ def test_what_is_not_understood_is_an_error(place: Place) -> None:
     workload.pod["volumes"][0] = {"name": "tmp", "hostPath": {"path": "/"}}
     with pytest.raises(ManifestError, match="encoder: volume tmp"):
         run_args(workload, place, "encoder-1", place.address())
+
+
+def test_a_probe_that_is_not_understood_is_an_error(place: Place) -> None:
+    workload = copy.deepcopy(named(place.objects, "encoder"))
+    workload.container["readinessProbe"] = {"httpGet": {"port": 9101}}
+    with pytest.raises(ManifestError, match="encoder: readinessProbe"):
+        run_args(workload, place, "encoder-1", place.address())
+
+
+def test_a_tcp_probe_passes_where_somebody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert accepts("127.0.0.1", port, 5)
+    assert not accepts("127.0.0.1", port, 5)
 
 
 def test_an_absent_secret_is_named(rendered: dict[str, list[Object]]) -> None:

@@ -26,7 +26,7 @@ def copied_by(stage: str) -> set[str]:
 def test_the_tag_is_the_version(rendered: dict[str, list[Object]]) -> None:
     """`make image` takes it from pyproject.toml, the manifests from components/images."""
     version = _PROJECT["project"]["version"]
-    wanted = {f"triptych-router:{version}", f"triptych-engine:{version}", f"triptych-engine:{version}-cuda"}
+    wanted = {f"triptych-router:{version}", f"triptych-engine:{version}", f"triptych-engine-cuda:{version}"}
     ours = {
         container["image"]
         for objects in rendered.values()

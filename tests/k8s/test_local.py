@@ -11,15 +11,20 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis import Redis
+from redis.backoff import ConstantBackoff
+from redis.exceptions import AuthenticationError
+from redis.retry import Retry
 
 from demo.answers import TriptychAnswers
 from demo.questions import held_out
 from k8s.tools.check import FAILURES, scrape
-from k8s.tools.manifests import K8S, Object, programs
-from tests.k8s.local_pods import LocalPods
+from k8s.tools.manifests import K8S, Object, overlays, programs
+from tests.k8s.local_pods import SECRETS, LocalPods
 
-#: Made by Prometheus itself.
-_PROMETHEUS = {"up"}
+#: Of the overlays; the default is `served`, and gpu is for other machines.
+_OTHERS = sorted(set(overlays()).difference({"default", "gpu"}))
+_START_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +133,53 @@ def test_logs_are_json_lines(served: LocalPods) -> None:
             assert {"time", "level", "where", "logger", "message"} <= json.loads(line).keys(), f"{name}: {line}"
 
 
-def test_all_in_one_serves_too_and_ends_well(rendered: dict[str, list[Object]], tmp_path: Path) -> None:
-    pods = LocalPods(rendered["all-in-one"], tmp_path)
+@pytest.mark.parametrize("name", _OTHERS)
+def test_each_topology_serves_and_ends_well(rendered: dict[str, list[Object]], tmp_path: Path, name: str) -> None:
+    """Embeddings by way of the store that it names, in production with a password; Redis is ended by SIGTERM too."""
+    pods = LocalPods(rendered[name], tmp_path)
     try:
         pods.start()
         assert right_answers(pods, 3) >= 2
+        found = metrics(pods)
     finally:
         codes = pods.stop()
     assert set(codes.values()) == {0}, codes
+    assert {(each, failed) for each, values in found.items() for failed in FAILURES if values.get(failed)} == set()
+    if "encoder" in pods.children:
+        assert found["prefill"]["ec_hits_total"] > 0, "embeddings came from the store"
+
+
+@pytest.fixture
+def production(rendered: dict[str, list[Object]], tmp_path: Path) -> Iterator[LocalPods]:
+    """Without a process so far."""
+    pods = LocalPods(rendered["production"], tmp_path)
+    yield pods
+    pods.stop()
+
+
+def ping(pods: LocalPods, password: str | None, *, wait_s: float = 0) -> bool:
+    """Whether Redis takes the password, once it is there. Raises redis's own errors where it does not."""
+    retry = Retry(ConstantBackoff(0.02), int(wait_s / 0.02))
+    with Redis(port=pods.ports[6379], password=password, retry=retry) as client:
+        return bool(client.ping())
+
+
+@pytest.mark.parametrize("password", [SECRETS["redis", "password"], "of\ntwo lines\r\n", 'a\\nd "', "€"])
+def test_redis_takes_whatever_password_the_secret_has(production: LocalPods, password: str) -> None:
+    """Without the line's end: a configuration file has quotes and escapes, and one line each."""
+    child = production.start_one("redis", {"REDISCLI_AUTH": password})
+    assert ping(production, password.rstrip("\r\n"), wait_s=_START_S)
+    with pytest.raises(AuthenticationError):
+        ping(production, None)
+    assert Path(f"/proc/{child.process.pid}/comm").read_text().strip() == "redis-server", "it gets SIGTERM itself"
+
+
+@pytest.mark.parametrize("password", ["", "\r\n"])
+def test_a_secret_without_a_password_is_one_line_and_exit_code_2(production: LocalPods, password: str) -> None:
+    """Else Redis would ask for none."""
+    child = production.start_one("redis", {"REDISCLI_AUTH": password})
+    assert child.wait_ended(time.monotonic() + _START_S)
+    assert (child.process.returncode, child.tail()) == (2, ["error: key password of the Secret redis is empty"])
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,12 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         self._serving = False
         self._closed = False
         self._changed = asyncio.Event()
+        self._num_watches = 0
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody hears of changes at once."""
+        return self._num_watches > 0
 
     def set_serving(self, serving: bool) -> None:
         """Change the status and tell every watcher. Event loop only; without effect after `close`."""
@@ -76,12 +82,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         self, request: health_pb2.HealthCheckRequest, context: _Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         last = None
-        while True:
-            changed = self._changed
-            status = self._status(request.service)
-            if status != last:
-                yield health_pb2.HealthCheckResponse(status=status)
-            if self._closed:
-                return
-            last = status
-            await changed.wait()
+        self._num_watches += 1
+        try:
+            while True:
+                changed = self._changed
+                status = self._status(request.service)
+                if status != last:
+                    yield health_pb2.HealthCheckResponse(status=status)
+                if self._closed:
+                    return
+                last = status
+                await changed.wait()
+        finally:
+            self._num_watches -= 1

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 #: Largest message either way: a prompt with its images, each at most 32 MiB.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
+#: From the word that we serve no more until new calls are refused: for the word to arrive, and for what crossed it.
+_NOTICE_S = 0.25
+
 # Status details travel in a trailer, and clients refuse more than 8 KiB of those.
 _MAX_DETAILS = 2000
 
@@ -160,11 +163,17 @@ class GrpcServer:
         return self._health
 
     async def drain(self, grace_s: float) -> None:
-        """Not ready at once; refuse new calls; let those in flight finish, `grace_s` seconds at most; then cancel them.
+        """Not ready at once; refuse new calls, a moment later if somebody watches our health; let those in flight
+        finish, `grace_s` seconds at most; then cancel them.
 
         A second call with a shorter grace shortens the first. Returns once every handler has ended.
         """
         if self._health is not None:
+            is_watched = self._health.is_watched
+            self._health.set_serving(False)
+            if is_watched and grace_s > 0:
+                # Whoever watches sends nothing more once it has heard: what is on its way meanwhile is served.
+                await asyncio.sleep(min(_NOTICE_S, grace_s))
             self._health.close()
         await self.server.stop(grace_s)
 

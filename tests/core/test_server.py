@@ -143,6 +143,21 @@ async def test_watch_sees_each_change_and_does_not_hold_a_drain() -> None:
         await asyncio.wait_for(drained, WAIT_S)
 
 
+async def test_who_watches_hears_of_a_drain_before_calls_are_refused() -> None:
+    """A call that crosses the word is served: a worker that goes costs its clients no second try."""
+    async with serving(Servicer()) as (server, channel):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+        server.set_serving(True)
+        while (await watch.read()).status != SERVING:
+            pass
+        drained = asyncio.create_task(server.drain(60))
+        assert (await watch.read()).status == NOT_SERVING
+        stub = encoder_pb2_grpc.EncoderStub(channel)
+        assert (await stub.Encode(encoder_pb2.EncodeRequest(), timeout=WAIT_S)).cached
+        await asyncio.wait_for(drained, WAIT_S)
+        assert await first_refusal(channel) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
 async def test_reflection_lists_the_services() -> None:
     async with serving(Servicer()) as (_, channel):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)

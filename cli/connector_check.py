@@ -24,12 +24,18 @@ def connector() -> None:
 @click.option(
     "--only", multiple=True, metavar="CHECK", help="Only this check, or subject, such as damage/. Repeatable."
 )
-@click.option("--thorough", is_flag=True, help="Items up to 256 MB and longer runs; takes minutes.")
+@click.option("--thorough", is_flag=True, help="Longer runs of what is random; takes minutes.")
 @click.option(
     "--time-limit",
     type=click.FloatRange(0, min_open=True),
     metavar="SECONDS",
     help="Within which the connector reports an order, where no timeout_s says it.  [default: 10]",
+)
+@click.option(
+    "--max-item-mib",
+    type=click.IntRange(0),
+    metavar="MIB",
+    help='Larger items are "not tried": the largest, 256 MiB, takes 2 GB of memory.  [default: 256]',
 )
 @click.option("--log", type=click.Path(dir_okay=False), help="A file that gets what the connector logs meanwhile.")
 def check(
@@ -39,6 +45,7 @@ def check(
     only: tuple[str, ...],
     thorough: bool,
     time_limit: float | None,
+    max_item_mib: int | None,
     log: str | None,
 ) -> int:
     """Try everything that a connector must stand, and print how each check ended.
@@ -61,6 +68,8 @@ def check(
         argv += ["--only", name]
     if time_limit is not None:
         argv += ["--time-limit", str(time_limit)]
+    if max_item_mib is not None:
+        argv += ["--max-item-mib", str(max_item_mib)]
     if thorough:
         argv.append("--thorough")
     # A process, because the kit needs torch, which the command line does not have.

@@ -21,6 +21,7 @@ from engine.memory import CacheSizes
 from engine.models.adapter import ModelAdapter
 from engine.models.attention import ImageRows, StepContext
 from engine.models.weights import LoadReport, load_weights, weight_files
+from engine.processors import Crowding
 from engine.sampler import SamplingBatch
 from engine.scheduler_output import ImageToEncode, ItemUse, ModelRunnerOutput, SchedulerOutput
 from kernels.device_batch import DeviceBatch, to_device
@@ -63,6 +64,8 @@ class ModelRunner:
         self.enforce_eager = enforce_eager
         self._batch = InputBatch(max_num_seqs if language else 0, max_model_len, block_size, adapter.num_position_rows)
         self._preparer = ImagePreparer(adapter, device, _PREPARE_THREADS, notify) if vision else None
+        #: For connectors: whether loads had better rest. A step on a GPU keeps one thread busy, this one.
+        self.crowding = Crowding(torch.get_num_threads() if device.type == "cpu" else 1)
         self._ec: ECConnectorBase | None = None
         self._kv: KVConnectorBase | None = None
         self._kernels: Kernels | None = None  # with a language model, once its weights are loaded
@@ -213,7 +216,11 @@ class ModelRunner:
             if out.encode:
                 made.encoded = self._encode(out.encode)
         if out.num_scheduled_tokens:
-            made.sampled = self._generate(out)
+            self.crowding.is_stepping = True
+            try:
+                made.sampled = self._generate(out)
+            finally:
+                self.crowding.is_stepping = False
         if self._preparer is not None:
             made.prepared, made.failed_prepare = self._preparer.poll()
         made.ec = self._ec.get_finished()

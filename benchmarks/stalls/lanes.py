@@ -20,6 +20,7 @@ from benchmarks.connectors.children import Child
 from benchmarks.connectors.items import empty_item, expect_same, key_of, random_item
 from benchmarks.stalls.sides import Sides
 from connectors.conformance.harnesses.redis import RedisHarness
+from connectors.ec.base import never
 from connectors.ec.store import ECStore, LoadTarget, SaveSource, bytes_of
 from connectors.ec.store_connector import ECStoreConnector, StoreOptions
 from core.config import ConnectorConfig
@@ -38,10 +39,11 @@ class Stored(NamedTuple):
 
 
 class Lane:
-    """Loads the item when `turn` is called, unless a load of it is under way. `stack` closes it."""
+    """Loads the item when `turn` is called, unless a load of it is under way. `stack` closes it. `is_crowded`: of the
+    engine beside it, as its own connector would be told."""
 
-    def __init__(self, stored: Stored, stack: ExitStack) -> None:
-        self._sides = Sides(stored.connector, ECRole.CONSUMER, empty_item(stored.size_bytes))
+    def __init__(self, stored: Stored, stack: ExitStack, is_crowded: Callable[[], bool] = never) -> None:
+        self._sides = Sides(stored.connector, ECRole.CONSUMER, empty_item(stored.size_bytes), is_crowded)
         stack.callback(self._sides.close)
         self._key = key_of(stored.size_bytes)
         if stored.source:
@@ -69,7 +71,7 @@ class Lane:
 
 
 class RemoteLane:
-    """A Lane whose connector is in a process of its own."""
+    """A Lane whose connector is in a process of its own, and does not know when an engine computes."""
 
     def __init__(self, stored: Stored, stack: ExitStack) -> None:
         self._child = stack.enter_context(Child(serve))

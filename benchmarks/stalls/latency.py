@@ -17,6 +17,7 @@ from benchmarks.stalls.lanes import STORES, Lane, RemoteLane
 from connectors.conformance.harness import NotTriedError
 from core.config import ConnectorConfig, EngineConfig
 from core.types import ECRole, SamplingParams
+from engine.executor.in_process import InProcessExecutor
 from engine.inproc_client import InprocClient
 from engine.protocol import EngineCoreRequest
 
@@ -91,6 +92,12 @@ class TextEngine:
             self._client.step()
         return gaps
 
+    def is_crowded(self) -> bool:
+        """Whether it computes just now, with no processor to spare."""
+        executor = self._client.core.executor
+        assert isinstance(executor, InProcessExecutor)
+        return executor.worker.runner.crowding()
+
     def close(self) -> None:
         self._client.close()
 
@@ -161,7 +168,7 @@ def rows(
             except NotTriedError as error:
                 yield name, str(error)
                 continue
-            here[name] = Measured(Lane(stored, stack))
+            here[name] = Measured(Lane(stored, stack, engine.is_crowded))
             apart[name] = Measured(RemoteLane(stored, stack))
         measure(engine, [*here.values(), *apart.values()], rounds=rounds, steps=steps, every=every)
         for name, measured in here.items():

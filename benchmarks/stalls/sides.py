@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from benchmarks.connectors.items import DTYPE, NAMESPACE, WIDTH
-from connectors.ec.base import BufferSlice, ECConnectorConfig, ECItem, ECSide
+from connectors.ec.base import BufferSlice, ECConnectorConfig, ECItem, ECSide, never
 from connectors.factory import make_ec_connector
 from core.config import ConnectorConfig
 from core.types import ECRole
@@ -21,10 +21,16 @@ class Sides:
     """Used by one thread, as a step thread uses it. Raises RuntimeError for a failure of any kind: what is measured
     must go well."""
 
-    def __init__(self, connector: ConnectorConfig, role: ECRole, item: torch.Tensor) -> None:
+    def __init__(
+        self,
+        connector: ConnectorConfig,
+        role: ECRole,
+        item: torch.Tensor,
+        is_crowded: Callable[[], bool] = never,
+    ) -> None:
         self._rung = threading.Event()
         extra: Mapping[str, Any] = {"timeout_s": _TIMEOUT_S, **connector.extra}
-        config = ECConnectorConfig(role, NAMESPACE, DTYPE, WIDTH, extra, self._rung.set)
+        config = ECConnectorConfig(role, NAMESPACE, DTYPE, WIDTH, extra, self._rung.set, is_crowded)
         self.item = item  # [num_rows, WIDTH]; loads go there, saves come from there
         self.scheduler = make_ec_connector(connector, config, ECSide.SCHEDULER)
         self.worker = make_ec_connector(connector, config, ECSide.WORKER)

@@ -16,6 +16,7 @@ from connectors.conformance import harnesses
 from connectors.conformance.checks import CHECKS
 from connectors.conformance.factory import ConnectorFactory
 from connectors.conformance.harness import Harness
+from connectors.conformance.kit import MAX_ITEM_MIB
 from connectors.conformance.report import Result, line_of
 from connectors.conformance.runner import check
 from core.errors import EXIT_CONFIG, ConfigError
@@ -31,8 +32,11 @@ def main() -> int:
     parser.add_argument("--extra-config", type=_json_object, default={}, metavar="JSON", help="as an engine gets it")
     parser.add_argument("--harness", metavar="MODULE:CLASS", help="how to stop, fill, slow and spoil the store")
     parser.add_argument("--only", action="append", metavar="CHECK", help="this check; a subject such as damage/; again")
-    parser.add_argument("--thorough", action="store_true", help="items up to 256 MB, longer runs; some minutes")
+    parser.add_argument("--thorough", action="store_true", help="longer runs of what is random; some minutes")
     parser.add_argument("--time-limit", type=float, default=10.0, metavar="SECONDS", help="where no timeout_s says it")
+    parser.add_argument(
+        "--max-item-mib", type=int, default=MAX_ITEM_MIB, metavar="MIB", help="try no larger item; %(default)s is all"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, metavar="FILE", help="gets what the checks' processes log")
     parser.add_argument("--list", action="store_true", help="print the checks and what each asks for, and end")
@@ -65,6 +69,7 @@ def main() -> int:
         thorough=options.thorough,
         time_limit_s=options.time_limit,
         seed=options.seed,
+        max_item_mib=options.max_item_mib,
         log_path=options.log,
         on_result=show,
     )

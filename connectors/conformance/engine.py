@@ -108,7 +108,8 @@ class Engine:
     # ---- whole errands ----
 
     def look_up(self, key: str) -> bool:
-        """Ask until there is an answer."""
+        """Ask until there is an answer, as for a request that has just come."""
+        self._tell_source(key)
         self.call(self.scheduler.ensure_cache_available, [key])
         deadline_s = time.monotonic() + self.setup.limit_s + SLACK_S
         while (answer := self.ask(key)) is None:
@@ -136,9 +137,7 @@ class Engine:
 
     def ask(self, key: str) -> bool | None:
         """`has_cache_item`, once."""
-        source = self.sources.get(key)
-        if source:
-            self.call(self.scheduler.add_item_source, key, source)
+        self._tell_source(key)
         begin_s = time.perf_counter()
         answer = self.call(self.scheduler.has_cache_item, key)
         self.slowest_scheduler_call_s = max(self.slowest_scheduler_call_s, time.perf_counter() - begin_s)
@@ -158,8 +157,7 @@ class Engine:
             self._next_row += num_rows + 1
             if self._next_row > self.setup.num_rows:
                 raise ValueError("the check wants a larger buffer")
-            if self.sources.get(key):
-                self.call(self.scheduler.add_item_source, key, self.sources[key])
+            self._tell_source(key)
             self._loading[key] = where
             self.call(self.scheduler.update_state_after_alloc, ECItem(key, num_rows), where)
         metadata = self.call(self.scheduler.build_connector_meta)
@@ -242,6 +240,10 @@ class Engine:
             self.call(side.close)
 
     # ---- inside ----
+
+    def _tell_source(self, key: str) -> None:
+        if source := self.sources.get(key):
+            self.call(self.scheduler.add_item_source, key, source)
 
     def _wait_until(self, condition: Callable[[], bool], what: str, limit_s: float | None) -> None:
         limit_s = (self.setup.limit_s if limit_s is None else limit_s) + SLACK_S

@@ -21,16 +21,20 @@ from core.types import ECRole
 
 Made = TypeVar("Made")
 
+#: The largest item that there is a check for.
+MAX_ITEM_MIB = 256
 _HARNESS_S = 60.0
 _WIDTH = 24
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Of a whole run. `limit_s`: within which the connector is to report an order where its config does not say."""
+    """Of a whole run. `limit_s`: within which the connector is to report an order where its config does not say.
+    `max_item_mib`: what is larger is not tried."""
 
     thorough: bool = False
     limit_s: float = 10.0
     seed: int = 0
+    max_item_mib: int = MAX_ITEM_MIB
 
 
 class Kit:

@@ -17,7 +17,7 @@ from connectors.conformance.channel import Channel, ChannelError, SilentError
 from connectors.conformance.checks import CHECKS, Check
 from connectors.conformance.factory import ConnectorFactory
 from connectors.conformance.harness import CALLS, Damage, Harness, NotTriedError, OptionsHarness, StoredItem
-from connectors.conformance.kit import Settings
+from connectors.conformance.kit import MAX_ITEM_MIB, Settings
 from connectors.conformance.processes import ForkServer, fork, kill
 from connectors.conformance.report import Outcome, Report, Result
 
@@ -32,22 +32,24 @@ def check(
     thorough: bool = False,
     time_limit_s: float = 10.0,
     seed: int = 0,
+    max_item_mib: int = MAX_ITEM_MIB,
     log_path: Path | None = None,
     server: ForkServer | None = None,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> Report:
     """Try everything that a connector must stand, and say how each check ended.
 
-    `only`: names of checks, all that fit the connector if None. `thorough`: items up to 256 MB, and longer runs of what
-    is random. `time_limit_s`: within which the connector reports an order, where its extra config has no `timeout_s`.
-    `log_path`: gets what the checks' processes write to standard error. `server`: one that runs, for callers that check
-    many connectors. Blocks until all are through; each check has a deadline.
+    `only`: names of checks, all that fit the connector if None. `thorough`: longer runs of what is random.
+    `time_limit_s`: within which the connector reports an order, where its extra config has no `timeout_s`.
+    `max_item_mib`: checks of larger items read "not tried"; the largest takes 2 GB of memory. `log_path`: gets what the
+    checks' processes write to standard error. `server`: one that runs, for callers that check many connectors. Blocks
+    until all are through; each check has a deadline.
 
     Raises KeyError for an unknown name in `only`, ChannelError where processes cannot be started at all.
     """
     ours = [name for name in CHECKS if name.startswith("kv/") == factory.is_kv]
     checks = [CHECKS[name] for name in (ours if only is None else only)]
-    settings = Settings(thorough, time_limit_s, seed)
+    settings = Settings(thorough, time_limit_s, seed, max_item_mib)
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="triptych-kit-store-") as folder:
         made = harness(Path(folder), factory.extra) if harness else OptionsHarness(factory.options(), factory.extra)

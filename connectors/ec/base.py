@@ -145,12 +145,19 @@ EC_COUNTERS = (
 MAX_SOURCE_CHARS = 1024
 
 
+def never() -> bool:
+    return False
+
+
 class ECConnectorConfig(Struct, frozen=True):
     """All that a connector is told. `extra` is the operator's `--ec-connector-extra-config`.
 
     `notify` may be called from any thread, at any time, at no cost worth counting: it wakes an engine that has nothing
     to run, so that the result of a look-up, load or save is seen at once. A connector that never calls it works, a few
     milliseconds later.
+
+    `is_crowded` may be called likewise: whether a step computes just now with no processor to spare. What works in the
+    background does well to rest meanwhile, between pieces of a megabyte or so, as `LoadTarget` has a store do.
     """
 
     role: ECRole
@@ -159,6 +166,7 @@ class ECConnectorConfig(Struct, frozen=True):
     width: int  # columns of every item
     extra: Mapping[str, Any]
     notify: Callable[[], None]
+    is_crowded: Callable[[], bool] = never
 
 
 class ECConnectorBase(ABC):
@@ -177,12 +185,16 @@ class ECConnectorBase(ABC):
         """Whether the store holds the item: True, False, or None while a look-up that this call began is under way.
 
         Answers from memory. A True may be out of date by the time of the load, which then fails as data; a False may be
-        remembered for a moment and is then looked up again.
+        remembered for a moment, at most until `ensure_cache_available` names the key, and is then looked up again.
         """
 
     def ensure_cache_available(self, keys: Sequence[str]) -> bool:
         """A request came that will ask for these items: begin whatever brings them near, a look-up at least. Whether
-        all of them are known to be there already. Never waits."""
+        all of them are known to be there already. Never waits.
+
+        What was found absent before this call is looked up anew, whoever was told so and however short a time ago: the
+        request may come because the item was made again, and who misses an item twice gives up.
+        """
         answers = [self.has_cache_item(key) for key in keys]
         return all(answers)
 
@@ -209,7 +221,11 @@ class ECConnectorBase(ABC):
         return ECConnectorMetadata(loads=loads)
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:  # noqa: B027 - optional hook
-        """See what the worker side reported; the place to forget a positive look-up whose load failed."""
+        """See what the worker side reported; the place to forget a positive look-up whose load failed.
+
+        Producer: a consumer's failure comes in the same way, as `failed_loading` of what was not ordered here. The item
+        is then saved again whatever `has_cache_item` says; that save is to make good what the store has of it.
+        """
 
     def request_finished(self, request_id: str) -> None:  # noqa: B027 - optional hook
         """Called once for every end of a request: finished, aborted, failed."""

@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 #: How long an answer waits for the question that began its look-up to be put again. Far longer than any step of an
 #: engine: were it shorter, the answer would be out of date whenever the scheduler comes by, and it would wait for ever.
 _UNREAD_TTL_S = 5.0
+#: For how long new askers may have a look-up begun anew that others wait for: those are to have an answer as well.
+DOUBT_S = 0.2
 
 
 class _Answer:
@@ -55,6 +57,9 @@ class LookupTable:
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
         self._under_way: set[str] = set()
         self._questions: list[str] = []
+        self._probed: frozenset[str] = frozenset()  # what the store is being asked at this moment
+        self._outdated: set[str] = set()  # of those, where a "no" is to be looked up once more
+        self._doubted_since_s: OrderedDict[str, float] = OrderedDict()  # keys with no answer given since, monotonic
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="ec-lookup", daemon=True)
@@ -70,6 +75,8 @@ class LookupTable:
                     answer.read = True
                     answer.valid_until_s = now_s + self._ttl_s[answer.found]
                 self._answers.move_to_end(key)
+                if self._doubted_since_s:
+                    self._doubted_since_s.pop(key, None)
                 return answer.found
             if self._probing_since_s is not None and now_s - self._probing_since_s > self._timeout_s:
                 if not self._is_timed_out:
@@ -81,6 +88,27 @@ class LookupTable:
                 self._questions.append(key)
                 self._changed.notify()
             return None
+
+    def doubt(self, key: str) -> None:
+        """Somebody new asks about `key`, perhaps because it was just made again: a "no" that was found before now is
+        not for him, nor one that is on its way."""
+        now_s = time.monotonic()
+        with self._changed:
+            answer = self._answers.get(key)
+            if answer is not None and not answer.found and answer.read:
+                del self._answers[key]
+                answer = None
+            is_unread_no = answer is not None and not answer.found
+            if not is_unread_no and key not in self._probed:
+                return
+            if now_s - self._doubted_since_s.setdefault(key, now_s) > DOUBT_S:
+                return
+            if len(self._doubted_since_s) > self._max_entries:
+                self._doubted_since_s.popitem(last=False)
+            if is_unread_no:
+                del self._answers[key]
+            if key in self._probed:
+                self._outdated.add(key)
 
     def forget(self, key: str) -> None:
         """Believe nothing about `key` any more: a load of it failed, or it has just been stored."""
@@ -112,6 +140,7 @@ class LookupTable:
                 if self._closed:
                     return
                 keys, self._questions = self._questions, []
+                self._probed = frozenset(keys)
                 self._probing_since_s = time.monotonic()
             try:
                 found = self._probe(keys)
@@ -123,6 +152,11 @@ class LookupTable:
                 self._probing_since_s = None
                 self._is_timed_out = False
                 for key, there in zip(keys, found, strict=True):
-                    self._under_way.discard(key)
-                    self._remember(key, there, now_s)
+                    if key in self._outdated and not there:
+                        self._questions.append(key)
+                    else:
+                        self._under_way.discard(key)
+                        self._remember(key, there, now_s)
+                self._probed = frozenset()
+                self._outdated.clear()
             self._notify()

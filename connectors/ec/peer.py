@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -142,6 +142,11 @@ class ECPeerConnector(ECStoreConnector):
             return True
         return self._peer_lookups.ask(key) if self._client is not None else False
 
+    def ensure_cache_available(self, keys: Sequence[str]) -> bool:
+        for key in keys:
+            self._peer_lookups.doubt(key)
+        return super().ensure_cache_available(keys)
+
     def item_source(self, key: str) -> str:
         if key in self._held and self._identity is not None:
             if key not in self._new:  # whoever waits for a new one may have it before this is known
@@ -230,9 +235,11 @@ class ECPeerConnector(ECStoreConnector):
             self._report_load(key, "no peer is known to hold the item")
         else:
             deadline_s = ordered_s + self.options.timeout_s
-            self._client.order(
-                Transfer(key, source, deadline_s, slice_.nbytes, lambda: LoadTarget(slice_, self._copies))
-            )
+
+            def make_target() -> LoadTarget:
+                return LoadTarget(slice_, self._copies, is_crowded=self.config.is_crowded)
+
+            self._client.order(Transfer(key, source, deadline_s, slice_.nbytes, make_target))
 
     # ---- both ----
 

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
+from connectors.ec.lookup import DOUBT_S
 from connectors.ec.peer_orders import Question
 from connectors.ec.peer_wire import Source
 
@@ -15,7 +16,7 @@ _UNREAD_TTL_S = 5.0
 
 
 class _Known:
-    __slots__ = ("found", "question", "source", "valid_until_s", "was_read")
+    __slots__ = ("doubted_since_s", "found", "question", "source", "valid_until_s", "was_read")
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -23,6 +24,7 @@ class _Known:
         self.found = False
         self.was_read = False
         self.valid_until_s = 0.0  # monotonic
+        self.doubted_since_s: float | None = None  # no answer was given since
 
 
 class PeerLookups:
@@ -75,10 +77,27 @@ class PeerLookups:
                 if not known.was_read:
                     known.was_read = True
                     known.valid_until_s = now_s + self._ttl_s[known.found]
+                known.doubted_since_s = None
                 return known.found
             question = known.question = Question(key, known.source, now_s + self._timeout_s)
         self._put(question)
         return None
+
+    def doubt(self, key: str) -> None:
+        """As `LookupTable.doubt`."""
+        now_s = time.monotonic()
+        with self._lock:
+            known = self._known.get(key)
+            if known is None or (known.question is None and (known.found or not known.valid_until_s)):
+                return
+            if known.question is None and known.was_read:
+                known.valid_until_s = 0.0
+                return
+            if known.doubted_since_s is None:
+                known.doubted_since_s = now_s
+            if now_s - known.doubted_since_s <= DOUBT_S:
+                known.question = None  # what comes of it is for nobody
+                known.valid_until_s = 0.0
 
     def forget(self, key: str) -> None:
         """Believe nothing about `key` any more; its source stays."""

@@ -10,8 +10,8 @@ it dies in between, the next writer is told the same ones. Whoever is told of is
 its own writer may not be done: having made its item visible, a writer looks whether it was marked meanwhile, and then
 removes it. A mark is only taken away by another writer of the item.
 
-What this leaves approximate: items whose entries were lost are not counted until they expire, and an entry whose item
-was lost is counted until it is the oldest. Each script looks at a bounded number of members.
+What this leaves approximate: items whose entries were lost are not counted until they are loaded, and an entry whose
+item was lost is counted until it is the oldest. Each script looks at a bounded number of members.
 """
 
 from __future__ import annotations
@@ -93,12 +93,15 @@ return count
 """
 )
 
-#: ARGV: member. Returns whether the item may stay.
+#: ARGV: member, life of an unused item in ms, whether its item is known to be there. Returns whether it may stay. The
+#: set lives as long as the items in it, which live on by being loaded.
 _TOUCH = (
     _COMMON
     + b"""
-if not redis.call('ZSCORE', index, ARGV[1]) or is_doomed(ARGV[1]) then return 0 end
-redis.call('ZADD', index, number(now), ARGV[1])
+local member, life, is_there = ARGV[1], tonumber(ARGV[2]), ARGV[3] == '1'
+if is_doomed(member) or not (is_there or redis.call('ZSCORE', index, member)) then return 0 end
+if redis.call('ZADD', index, number(now), member) == 1 then set_total(total() + size_of(member)) end
+redis.call('PEXPIRE', index, number(life * 2))
 return 1
 """
 )
@@ -149,7 +152,7 @@ class ByteCap:
         """The item has become visible. Remove it where others made room for theirs meanwhile by removing it, before it
         was there. How many items this call removed."""
         member = _member(namespace, key, num_bytes, num_values)
-        if self._may_stay(member):
+        if self._touch(member, is_there=False):
             return 0
         self._remove([_item_of(member)])
         return self._leave([member], only_doomed=True)
@@ -159,11 +162,12 @@ class ByteCap:
         self._leave([_member(namespace, key, num_bytes, num_values)])
 
     def touch(self, namespace: str, key: str, num_bytes: int, num_values: int) -> None:
-        """The item was used."""
-        self._may_stay(_member(namespace, key, num_bytes, num_values))
+        """The item was loaded, or saved again, and lives on. It counts from now on, should its entry have been lost."""
+        self._touch(_member(namespace, key, num_bytes, num_values), is_there=True)
 
-    def _may_stay(self, member: bytes) -> bool:
-        return bool(_convert(self._ask([b"EVAL", _TOUCH, b"1", INDEX, member]), int))
+    def _touch(self, member: bytes, *, is_there: bool) -> bool:
+        arguments = [member, b"%d" % self._life_ms, b"%d" % is_there]
+        return bool(_convert(self._ask([b"EVAL", _TOUCH, b"1", INDEX, *arguments]), int))
 
     def _leave(self, members: Sequence[bytes], *, only_doomed: bool = False) -> int:
         return _convert(self._ask([b"EVAL", _LEAVE, b"1", INDEX, b"%d" % only_doomed, *members]), int)

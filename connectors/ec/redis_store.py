@@ -93,16 +93,13 @@ class RedisStore(ECStore):
             with contextlib.suppress(StoreError, ItemError):
                 self._routed(lambda: self._remove_if(key, seen))
             raise
-        if self._cap is not None:
-            try:
-                self._cap.touch(self._namespace, key, head.num_bytes, head.num_chunks)
-            except (StoreError, ItemError) as error:  # the item is here; at worst it is evicted too early
-                log.warning("the use of an item could not be noted: %s", error)
+        self._note_use(key, head)
 
     def write(self, key: str, source: SaveSource) -> None:
         item = ItemWanted(self._namespace, key, source.embeds.dtype, tuple(source.embeds.shape))
         # A save of what is there already is rare, and likely one because a reader found it damaged: so look inside.
-        if self._routed(lambda: self._is_whole(item, source)):
+        if (head := self._routed(lambda: self._find_whole(item, source))) is not None:
+            self._note_use(key, head)
             return
         num_values = num_chunks(source.embeds.nbytes, self._chunk_bytes)
         is_new = False
@@ -146,22 +143,20 @@ class RedisStore(ECStore):
 
     # ---- writing ----
 
-    def _is_whole(self, item: ItemWanted, source: SaveSource) -> bool:
-        """Whether a good item is there. A bad one is removed."""
+    def _find_whole(self, item: ItemWanted, source: SaveSource) -> ItemHead | None:
+        """The good item that is there; it lives on, as a loaded one does. A bad one is removed."""
         with self._servers.link_to(item.name) as link:
             if link.ask((b"EXISTS", item.name)) == [0]:
-                return False
+                return None
         try:
             with self._servers.link_to(item.name) as link:
-                receive_item(link, item, self._lifetimes, lambda _piece: source.check())
+                return receive_item(link, item, self._lifetimes, lambda _piece: source.check())
         except DamagedError as error:
             self._remove_if(item.key, error.seen)
-            return False
         except ItemError:  # vanished, or in a form that is not this namespace's
             with self._servers.link_to(item.name) as link:
                 link.ask((b"UNLINK", item.name))
-            return False
-        return True
+        return None
 
     def _save(self, item: ItemWanted, source: SaveSource) -> None:
         """Not there, or damaged, a moment ago."""
@@ -178,6 +173,13 @@ class RedisStore(ECStore):
             raise
 
     # ---- removing ----
+
+    def _note_use(self, key: str, head: ItemHead) -> None:
+        if self._cap is not None:
+            try:
+                self._cap.touch(self._namespace, key, head.num_bytes, head.num_chunks)
+            except (StoreError, ItemError) as error:  # the item is here; at worst it is evicted too early
+                log.warning("the use of an item could not be noted: %s", error)
 
     def _count(self, evictions: int) -> None:
         with self._lock:

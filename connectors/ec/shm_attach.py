@@ -18,12 +18,11 @@ import logging
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from connectors.ec.shm_arena import ADMIN_TIMEOUT_S, Arena, identity_of
-from connectors.ec.shm_layout import STATIC_BYTES, VERSION, Geometry, HeaderError, pack_header, parse_header
+from connectors.ec.shm_layout import STATIC_BYTES, VERSION, Geometry, HeaderError, pack_header, parse_header, uptime_s
 from connectors.ec.shm_locks import ADMIN, ATTACHED, FileLocks
 from connectors.ec.store import ItemError, StoreError
 from connectors.options import EC_EXTRA
@@ -107,7 +106,7 @@ def _open(
 def _repair(arena: Arena) -> None:
     try:
         with arena.locked() as index:
-            index.repair(time.time())
+            index.repair(uptime_s())
     except (StoreError, ItemError, OSError):
         log.warning("the encoder cache's arena is busy or gone again; it is used as it is")
 

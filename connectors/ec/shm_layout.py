@@ -3,7 +3,7 @@
     header      4 KiB: magic, version, geometry and their checksum, which never change; clock and committed blocks
     tags        u64 a slot: where to look for an item (xxh3-64 of namespace and key)
     used_at     u64 a slot: the clock when the item was last used
-    expires_s   f64 a slot: wall time from which on it is too old, or infinity
+    expires_s   f64 a slot: the machine's uptime from which on it is too old, or infinity
     states      u8  a slot: FREE, TAKEN or READY
     entries     128 bytes a slot: namespace, key, shape, dtype, checksum of the payload; and a checksum of all that
     owners      u32 a block: 1 + the slot that the block belongs to, or 0
@@ -15,13 +15,14 @@ All numbers are little endian. Whatever is read from an arena may have been scri
 from __future__ import annotations
 
 import struct
+import time
 
 import msgspec
 import torch
 import xxhash
 
 MAGIC = b"TRIPTYEC"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096
 _DATA_ALIGNMENT = 1 << 21
 MAX_CAPACITY_BYTES = 1 << 44
@@ -52,6 +53,11 @@ DTYPE_CODES = {
     torch.float8_e4m3fn: 4,
     torch.float8_e5m2: 5,
 }
+
+
+def uptime_s() -> float:
+    """Seconds since the machine was started, the same for all its processes: wall time may be set."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class HeaderError(Exception):

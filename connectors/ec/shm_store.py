@@ -27,7 +27,7 @@ import xxhash
 from connectors.ec.shm_arena import Arena, ArenaLostError
 from connectors.ec.shm_attach import attach_arena
 from connectors.ec.shm_index import NeedsGrowthError
-from connectors.ec.shm_layout import DTYPE_CODES, Entry, ItemName
+from connectors.ec.shm_layout import DTYPE_CODES, Entry, ItemName, uptime_s
 from connectors.ec.store import ECStore, ItemError, LoadTarget, SaveSource, StoreError
 from core.errors import ConfigError
 
@@ -72,7 +72,7 @@ class SharedMemoryStore(ECStore):
             self._renew()
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        now_s = time.time()
+        now_s = uptime_s()
         with self._attached() as arena:
             if arena is None:
                 return [False] * len(keys)
@@ -127,9 +127,9 @@ class SharedMemoryStore(ECStore):
                     if arena is not None:
                         with arena.locked() as index:
                             if time.monotonic() < repair_at_s:
-                                index.sweep(time.time())
+                                index.sweep(uptime_s())
                             else:
-                                index.repair(time.time())
+                                index.repair(uptime_s())
                                 repair_at_s = time.monotonic() + _SWEEP_S
             except (ItemError, StoreError, OSError) as error:
                 log.warning("the upkeep of the encoder cache's arena failed: %s", error)
@@ -152,7 +152,13 @@ class SharedMemoryStore(ECStore):
     def _attached(self) -> Iterator[Arena | None]:
         """The arena for as long as the block lasts; None where there is none. Raises StoreError, OSError."""
         arena = self._arena
-        if arena is None or not arena.is_current() or not arena.enter():
+        # Entered first: one without users may be freed by another thread at any moment.
+        if arena is not None and not arena.enter():
+            arena = None
+        if arena is not None and not arena.is_current():
+            arena.leave()
+            arena = None
+        if arena is None:
             try:
                 with self._attaching:
                     arena = self._renew()
@@ -198,7 +204,7 @@ class SharedMemoryStore(ECStore):
     def _pin(self, arena: Arena, name: ItemName) -> tuple[int, Entry] | None:
         """The item's slot, pinned, and its entry; None where it is not there."""
         with arena.locked() as index:
-            slot = index.find(name, time.time())
+            slot = index.find(name, uptime_s())
             if slot is None:
                 return None
             entry = index.entry(slot)
@@ -274,13 +280,13 @@ class SharedMemoryStore(ECStore):
         while True:
             try:
                 with arena.locked() as index:
-                    return index.take(entry, time.time(), may_grow)
+                    return index.take(entry, uptime_s(), may_grow)
             except NeedsGrowthError as error:
                 may_grow = arena.grow(error.num_blocks)
             source.check()
 
     def _expires_s(self) -> float:
-        return math.inf if self._ttl_s is None else time.time() + self._ttl_s
+        return math.inf if self._ttl_s is None else uptime_s() + self._ttl_s
 
 
 def _form(embeds: torch.Tensor) -> tuple[int, int, int]:

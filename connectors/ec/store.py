@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from connectors.device_copy import DeviceCopies
+from connectors.ec.base import never
+from connectors.ec.rests import Rests
 
 #: What a checksum or a copy takes at a time: it stays in a core's own cache between the two.
 CHUNK_BYTES = 1 << 20
 #: What is copied with the interpreter's lock held, since to let go of it and take it again would cost more.
 _SHORT_BYTES = 64 << 10
 
+_RESTS = Rests()
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -58,9 +61,16 @@ class LoadTarget:
     AbandonedError and touch nothing. What was written is read by nobody unless the store's `read` returns.
 
     `data`: `bytes_of` the slice, if the caller has it at hand: to ask torch takes longer than to copy a small item.
+    `is_crowded`: `ECConnectorConfig`'s; `write` and `fill` return later while a step needs all processors.
     """
 
-    def __init__(self, slice_: torch.Tensor, copies: DeviceCopies, data: memoryview | None = None) -> None:
+    def __init__(
+        self,
+        slice_: torch.Tensor,
+        copies: DeviceCopies,
+        data: memoryview | None = None,
+        is_crowded: Callable[[], bool] = never,
+    ) -> None:
         self.shape = tuple(slice_.shape)
         self.dtype = slice_.dtype
         self._slice = slice_
@@ -68,6 +78,7 @@ class LoadTarget:
         self._host = slice_ if copies.on_host else copies.empty_host(slice_.shape, slice_.dtype)
         self._bytes = bytes_of(self._host) if data is None else data
         self.num_bytes = self._bytes.nbytes
+        self._is_crowded = is_crowded
         self._lock = threading.Lock()
         self._abandoned = False
 
@@ -84,6 +95,7 @@ class LoadTarget:
             else:
                 # Not the C library's copy, which is slow where the two are not aligned alike; here they seldom are.
                 torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(view, dtype=torch.uint8))
+        _RESTS.after(view.nbytes, self._is_crowded)
 
     def fill(self, offset: int, num_bytes: int, read: Callable[[memoryview], None]) -> memoryview:
         """`write` without a copy: `read` is handed the `num_bytes` at `offset` and fills them; they are returned, for a
@@ -93,6 +105,7 @@ class LoadTarget:
             if self._abandoned:
                 raise AbandonedError
             read(into)
+        _RESTS.after(num_bytes, self._is_crowded)
         return into
 
     def _end(self, offset: int, num_bytes: int) -> int:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -115,6 +115,12 @@ class ECStoreConnector(ECConnectorBase):
             return False
         return self._lookups.ask(key)
 
+    def ensure_cache_available(self, keys: Sequence[str]) -> bool:
+        if self._lookups is not None:
+            for key in keys:
+                self._lookups.doubt(key)
+        return super().ensure_cache_available(keys)
+
     def add_item_source(self, key: str, source: str) -> None:
         if is_digest(key):
             self._store.add_item_source(key, source)
@@ -202,7 +208,7 @@ class ECStoreConnector(ECConnectorBase):
             if self._data is not None:
                 begin = slice_.data_ptr() - self._buffer.data_ptr()
                 data = self._data[begin : begin + slice_.nbytes]
-            made = target = LoadTarget(slice_, self._copies, data)
+            made = target = LoadTarget(slice_, self._copies, data, self.config.is_crowded)
             if job.is_over:
                 return
             reason = self._attempt(lambda: self._read(key, made))

@@ -29,7 +29,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
@@ -64,9 +64,6 @@ _CLOSE_S, _FLUSH_S = 1.9, 1.0
 #: How long a slower tier's "yes" waits for what a faster one says.
 _PATIENCE_S = 0.02
 _MAX_UNDECIDED = 10_000
-#: How long an item that was reported missing counts as absent, unless it is saved before.
-_DISTRUST_S = 10.0
-_MAX_DISTRUSTED = 10_000
 
 
 class ECTieredMetadata(ECConnectorMetadata, array_like=True):
@@ -92,16 +89,13 @@ class ECTieredConnector(ECConnectorBase):
         self._orders: list[list[tuple[int, ECConnectorMetadata]]] = []
         self._steps: list[tuple[int, ECConnectorMetadata]] = []
         self._undecided_since_s: OrderedDict[str, float] = OrderedDict()  # monotonic
-        self._distrusted: OrderedDict[str, float] = OrderedDict()  # key -> until when, monotonic
-        self._new_distrusted: list[str] = []
+        self._distrusted: list[str] = []
         self._worker: TieredWorker | None = None
         self._closed = False
 
     # ---- scheduler side ----
 
     def has_cache_item(self, key: str) -> bool | None:
-        if self._is_distrusted(key):
-            return False
         found, undecided = False, False
         for tier in self._tiers:
             answer = tier.has_cache_item(key)
@@ -146,7 +140,6 @@ class ECTieredConnector(ECConnectorBase):
         except (msgspec.MsgspecError, UnicodeError):
             log.warning("an item source is not one of tiers: %.100r", source)
             return
-        self._distrusted.pop(key, None)  # it was made anew
         for label, tier in zip(self._labels, self._tiers, strict=True):
             if label in sources:
                 tier.add_item_source(key, sources[label])
@@ -180,22 +173,18 @@ class ECTieredConnector(ECConnectorBase):
     def build_connector_meta(self) -> ECTieredMetadata:
         for i, tier in enumerate(self._tiers):
             self._add_step(i, tier.build_connector_meta())
-        metadata = ECTieredMetadata(
-            super().build_connector_meta().loads, self._orders, self._steps, self._new_distrusted
-        )
-        self._orders, self._steps, self._new_distrusted = [], [], []
+        metadata = ECTieredMetadata(super().build_connector_meta().loads, self._orders, self._steps, self._distrusted)
+        self._orders, self._steps, self._distrusted = [], [], []
         return metadata
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
-        for key in output.finished_saving:
-            self._distrusted.pop(key, None)
         if output.worker_metadata:
             for i, report in msgspec.msgpack.decode(output.worker_metadata, type=TierReports):
                 self._tiers[i].update_connector_output(report)
             return
-        # Not a report of ours: the engine tells what a consumer said. What the tiers believe does not help him.
+        # Not a report of ours: the engine tells what a consumer said. What the first tier took does not help him.
         if self.config.role.produces:
-            self._distrust(output.failed_loading)
+            self._distrusted.extend(output.failed_loading)
         for tier in self._tiers:
             tier.update_connector_output(output)
 
@@ -207,18 +196,6 @@ class ECTieredConnector(ECConnectorBase):
         # Most tiers order nothing but loads, and those have been taken out.
         if metadata.loads or type(metadata) is not ECConnectorMetadata:
             self._steps.append((i, metadata))
-
-    def _is_distrusted(self, key: str) -> bool:
-        until_s = self._distrusted.get(key)
-        return until_s is not None and time.monotonic() < until_s
-
-    def _distrust(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._distrusted[key] = time.monotonic() + _DISTRUST_S
-            self._distrusted.move_to_end(key)
-            self._new_distrusted.append(key)
-            if len(self._distrusted) > _MAX_DISTRUSTED:
-                self._distrusted.popitem(last=False)
 
     # ---- worker side ----
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from connectors.ec.base import ECConnectorConfig, ECSide
+from connectors.ec.base import ECConnectorConfig, ECSide, never
 from connectors.ec.fallback import make_with_fallback
 from connectors.factory import make_kv_connector
 from connectors.kv.base import KVConnectorConfig, KVSide
@@ -57,7 +57,7 @@ class Worker:
         if config.kv_connector is not None and kv_config is not None:
             kv = make_kv_connector(config.kv_connector, kv_config, KVSide.WORKER)
         self.runner.allocate(sizes, kv)
-        ec_config = ec_connector_config(self._spec, self._adapter, self._notify)
+        ec_config = ec_connector_config(self._spec, self._adapter, self._notify, self.runner.crowding)
         ec = make_with_fallback(config.ec_connector, config.ec_fallback, ec_config, ECSide.WORKER)
         self.runner.attach(ec, kv)
         return Handshakes(ec.handshake(), None if kv is None else kv.handshake())
@@ -93,7 +93,9 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def ec_connector_config(spec: WorkerSpec, adapter: ModelAdapter, notify: Callable[[], None]) -> ECConnectorConfig:
+def ec_connector_config(
+    spec: WorkerSpec, adapter: ModelAdapter, notify: Callable[[], None], is_crowded: Callable[[], bool] = never
+) -> ECConnectorConfig:
     """What both sides of the EC connector are told."""
     return ECConnectorConfig(
         role=spec.config.ec_role,
@@ -102,6 +104,7 @@ def ec_connector_config(spec: WorkerSpec, adapter: ModelAdapter, notify: Callabl
         width=adapter.embed_width,
         extra=spec.config.ec_connector.extra,
         notify=notify,
+        is_crowded=is_crowded,
     )
 
 

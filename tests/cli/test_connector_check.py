@@ -39,11 +39,11 @@ async def test_what_failed_is_1_and_says_why() -> None:
 
 async def test_what_was_not_tried_is_3(tmp_path: Path) -> None:
     extra = f'{{"path": "{tmp_path / "items.db"}"}}'
-    code, out, _ = await _check(
-        _SQLITE, "--extra-config", extra, "--only", "round_trip/absent", "--only", "damage/garbage"
-    )
+    only = [word for name in ("round_trip/absent", "round_trip/256", "damage/garbage") for word in ("--only", name)]
+    code, out, _ = await _check(_SQLITE, "--extra-config", extra, "--max-item-mib", "255", *only)
     assert code == 3, out
-    assert "not tried" in out
+    assert [line.split()[1:3] for line in out.splitlines()].count(["not", "tried"]) == 2
+    assert "larger than --max-item-mib 255" in out
     assert "no harness" in out
 
 

@@ -64,6 +64,14 @@ class Lists(Mutant):
             return super().contains(keys)
 
 
+class SticksToItsNo(Mutant):
+    caught_by = ("look_ups/saved_meanwhile", "says False")
+
+    def ensure_cache_available(self, keys: Sequence[str]) -> bool:
+        answers = [self.has_cache_item(key) for key in keys]
+        return all(answers)
+
+
 class NeverAnswers(Mutant):
     caught_by = ("round_trip/absent", "no answer")
 

@@ -66,6 +66,8 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
+#: These have a test of their own.
+_LARGE = frozenset({"round_trip/64_MiB", "round_trip/256_MiB"})
 #: Each takes some 14 s of a core; `make test` runs these, `make kit` all of them.
 _ALWAYS = ("shared storage", "redis with TLS and a password", "sqlite")
 
@@ -76,8 +78,17 @@ _ALWAYS = ("shared storage", "redis with TLS and a password", "sqlite")
 @pytest.mark.timeout(400)
 def test_the_whole_kit(name: str, server: ForkServer) -> None:
     case = CASES[name]
-    report = check(ConnectorFactory(case.name, case.module_path), case.harness, server=server)
+    report = check(ConnectorFactory(case.name, case.module_path), case.harness, server=server, max_item_mib=16)
     assert not report.of(Outcome.FAILED), report.table()
     assert not report.of(Outcome.REFUSED), report.table()
-    may_be_left = case.not_tried if can_mount() else case.not_tried | _FULL
+    may_be_left = case.not_tried | _LARGE if can_mount() else case.not_tried | _LARGE | _FULL
     assert {result.check for result in report.of(Outcome.NOT_TRIED)} <= may_be_left, report.table()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.whole_kit
+@pytest.mark.timeout(600)
+def test_the_largest_items(name: str, server: ForkServer) -> None:
+    case = CASES[name]
+    report = check(ConnectorFactory(case.name, case.module_path), case.harness, server=server, only=sorted(_LARGE))
+    assert report.exit_status == 0, report.table()

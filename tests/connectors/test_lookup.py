@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -128,4 +129,43 @@ def test_a_store_that_raises_holds_nothing(bell: Bell, caplog: pytest.LogCapture
     table = LookupTable(probe, bell, positive_ttl_s=60, negative_ttl_s=60, timeout_s=60, on_timeout=bell)
     assert bell.wait_for(lambda: table.ask("a") is False)
     assert bell.wait_for(lambda: table.ask("b") is False), "the thread died of it"
+    table.close(DEADLINE_S)
+
+
+def test_who_asks_anew_is_not_told_what_was_so_before(store: Store, bell: Bell) -> None:
+    """An item was absent, is made again within a millisecond, and the request comes back."""
+    table = LookupTable(store.probe, bell, positive_ttl_s=60, negative_ttl_s=60, timeout_s=60, on_timeout=bell)
+    bell.wait_for(lambda: table.ask("a") is False)
+    store.present.add("a")
+    table.doubt("a")
+    assert bell.wait_for(lambda: table.ask("a")), "a no outlived what it was true of"
+    table.doubt("a")
+    assert table.ask("a") is True, "what is there need not be looked up again"
+    table.close(DEADLINE_S)
+
+
+def test_a_no_on_its_way_is_not_for_who_comes_now(table: LookupTable, store: Store, bell: Bell) -> None:
+    for num_batches in (2, 4):  # also where an older one is out of date and still remembered
+        store.asked.clear()
+        store.open.clear()
+        assert table.ask("a") is None
+        assert store.asked.wait(DEADLINE_S)
+        table.doubt("a")  # the store has not said yet what it saw before
+        store.open.set()
+        bell.wait_for(lambda: table.ask("a") is False)
+        assert len(store.batches) == num_batches
+
+
+def test_those_who_come_do_not_keep_the_others_waiting_for_ever(store: Store, bell: Bell) -> None:
+    """One new request a step for an absent item: the first one is answered all the same."""
+    table = LookupTable(store.probe, bell, positive_ttl_s=60, negative_ttl_s=60, timeout_s=60, on_timeout=bell)
+
+    def step() -> bool:
+        table.doubt("a")
+        return table.ask("a") is False
+
+    begin_s = time.monotonic()
+    bell.wait_for(step)
+    assert time.monotonic() - begin_s < lookup.DOUBT_S + 5
+    assert not table._doubted_since_s
     table.close(DEADLINE_S)

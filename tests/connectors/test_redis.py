@@ -248,6 +248,34 @@ def test_what_expired_does_not_count_towards_the_cap(
     assert pair.worker.take_counters()["evictions"] == 0
 
 
+def test_what_lives_on_by_being_used_goes_on_counting(
+    server: RedisServer, client: redis.Redis, closing: Closing
+) -> None:
+    """The index's own time must not end before its items', and what it lost comes back with the next use."""
+    index = "triptych:1:index"
+    pair = closing(sides(server, extra={"max_bytes": 1_000_000, "ttl_s": 100}, width=1024))
+    embeds = random_bits(8, 1024, torch.float32)
+
+    def load() -> None:
+        assert pair.load(key(1), 0, 8).finished_loading == [key(1)]
+
+    def save() -> None:
+        assert pair.save(key(1), embeds).finished_saving == [key(1)]
+
+    save()
+    total = client.zscore(index, "total")
+    for use in (load, save):
+        client.pexpire(index, 1000)
+        use()
+        assert client.pttl(index) > client.pttl(item_key(1))
+        client.delete(index)
+        use()
+        assert client.zscore(index, "total") == total
+        assert client.zcard(index) == 2
+        use()
+        assert client.zscore(index, "total") == total, "counted twice"
+
+
 def test_writers_and_readers_of_the_same_keys(server: RedisServer, client: redis.Redis, closing: Closing) -> None:
     """A reader sees a whole item or none, whoever made it and however many do."""
     keys = [key(n) for n in range(6)]

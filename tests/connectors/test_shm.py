@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,15 @@ def test_a_save_begins_the_time_anew(arena: Path) -> None:
     assert index._expires_s[slot] > first + 40
     assert math.isfinite(index._expires_s[slot])
     del index
+    store.close()
+
+
+def test_a_clock_that_is_set_makes_nothing_older(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(arena, MIB, ttl_s=100.0)
+    write(store, 1, 1)
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 3600)
+    assert store.contains([key(1)]) == [True]
     store.close()
 
 

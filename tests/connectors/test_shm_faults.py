@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from connectors.ec.shm_index import READY
 from connectors.ec.shm_layout import (
     ENTRY_BYTES,
     STATIC_BYTES,
+    VERSION,
     Geometry,
     pack_entry,
     pack_header,
@@ -27,7 +29,7 @@ from connectors.ec.store import SaveSource
 from core.errors import ConfigError
 from core.types import ECRole
 from tests.connectors.shm_processes import embeds_of, open_store, read, write
-from tests.connectors.support import ECSides, key, poll_until, random_bits, same_bits
+from tests.connectors.support import DEADLINE_S, ECSides, key, poll_until, random_bits, same_bits
 
 MIB = 1 << 20
 EMBEDS = random_bits(5, 6, torch.float32)
@@ -217,7 +219,7 @@ def scribble(path: Path) -> None:
 
 
 def claim_to_be_newer(path: Path) -> None:
-    poke(path, 8, b"\x02")
+    poke(path, 8, bytes([VERSION + 1]))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +316,7 @@ def test_an_arena_of_another_version_is_refused_while_used_and_else_replaced(are
     fd = os.open(arena, os.O_RDWR)  # a process of the other version, as far as anybody can see
     FileLocks(fd).lock(ATTACHED, shared=True)
     for side in (sides, lambda path: sides(path, ECRole.CONSUMER)):
-        with pytest.raises(ConfigError, match=r"path=.*format version is 7, this program's is 1"):
+        with pytest.raises(ConfigError, match=rf"path=.*format version is 7, this program's is {VERSION}"):
             side(arena)
     os.close(fd)
     pair = sides(arena)
@@ -328,3 +330,33 @@ def test_another_users_file_is_refused(arena: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"path=.*belongs to user"):
         sides(arena)
     assert arena.exists()
+
+
+def test_a_thread_may_find_the_arena_gone_while_another_one_lets_go_of_it(
+    arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is between the look at the file and its first use when the other one attaches anew."""
+    store = open_store(arena, MIB)
+    store.contains([key(1)])
+    is_current = Arena.is_current
+    looking, go_on = threading.Event(), threading.Event()
+    answers: list[list[bool]] = []
+
+    def look(self: Arena) -> bool:
+        if threading.current_thread() is late and not go_on.is_set():
+            looking.set()
+            assert go_on.wait(DEADLINE_S)
+        return is_current(self)
+
+    late = threading.Thread(target=lambda: answers.append(store.contains([key(1)])))
+    monkeypatch.setattr(Arena, "is_current", look)
+    late.start()
+    assert looking.wait(DEADLINE_S)
+    arena.unlink()
+    assert store.contains([key(1)]) == [False]  # lets go of the one that is lost
+    go_on.set()
+    late.join(DEADLINE_S)
+    assert answers == [[False]]
+    write(store, 1, 5)
+    assert store.contains([key(1)]) == [True]
+    store.close()

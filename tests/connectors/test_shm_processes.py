@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from connectors.ec.shm_layout import uptime_s
 from connectors.ec.store import ItemError, StoreError
 from tests.connectors.shm_processes import (
     attach,
@@ -111,7 +112,7 @@ def test_eight_writers_and_eight_readers_of_the_same_items(arena: Path) -> None:
     assert store.contains([key(n) for n in range(num_items)]) == [True] * num_items
     assert store._arena is not None
     with store._arena.locked() as index:
-        index.repair(time.time())
+        index.repair(uptime_s())
         assert index.num_items() == num_items
         blocks = sum(store._arena.geometry.num_blocks_for(embeds_of(n, 1 + n).nbytes) for n in range(num_items))
         assert int((index._owners != 0).sum()) == blocks, "a writer that was not the first kept its blocks"

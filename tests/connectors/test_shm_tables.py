@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from connectors.ec.shm_index import TAKEN
-from connectors.ec.shm_layout import COMMITTED_OFFSET, STATIC_BYTES
+from connectors.ec.shm_layout import COMMITTED_OFFSET, STATIC_BYTES, uptime_s
 from connectors.ec.shm_locks import ADMIN, LOCK_TIMEOUT_S
 from connectors.ec.store import AbandonedError, ItemError, SaveSource, StoreError
 from tests.connectors.shm_processes import embeds_of, open_store, read, write
@@ -66,7 +66,7 @@ def test_a_repair_frees_what_belongs_to_nothing(arena: Path) -> None:
     poke(arena, geometry.states_offset, bytes([77]) * 20)  # no such states
     poke(arena, COMMITTED_OFFSET, b"\x01" * 8)  # not its own complement
     with inside.locked() as index:
-        index.repair(time.time())
+        index.repair(uptime_s())
         assert index.num_items() == 0
         assert not index._owners.any()
         assert not index._states.any()

@@ -86,6 +86,20 @@ def _quick_while_slow(kit: Kit) -> None:
     kit.eventually(lambda: engine.look_up(kit.key(0)), "the store goes on and has_cache_item says False")
 
 
+@check("look_ups/saved_meanwhile")
+def _saved_meanwhile(kit: Kit) -> None:
+    """Whoever asks anew finds what was saved before he asked, though it was absent a moment ago."""
+    producer, consumer = kit.engine(ECRole.PRODUCER), kit.engine(ECRole.CONSUMER)
+    for n in range(8):  # a "no" may be remembered for less time than a save takes now and then
+        key = kit.key(n)
+        expect(not consumer.look_up(key), "has_cache_item says that an item is there which nobody saved")
+        embeds = kit.save(producer, key)
+        expect(
+            consumer.look_up(key), "ensure_cache_available named an item that is there, and has_cache_item says False"
+        )
+        kit.must_fetch(consumer, key, embeds)
+
+
 @check("look_ups/unknown_news")
 def _unknown_news(kit: Kit) -> None:
     """Ends of requests and of orders that a scheduler side never heard of do no harm."""

@@ -47,6 +47,7 @@ class _Job:
     state: _State = _State.LOOKING
     waiters: list[str] = field(default_factory=list)
     tower_ran: bool = False
+    is_missed: bool = False  # somebody could not load it: the store may list what it has not got, or cannot give
     spans: list[Span] = field(default_factory=list)
     since_s: float = 0.0  # when the present state began
 
@@ -87,22 +88,18 @@ class EncodeQueue:
         """Whether the item is on its way."""
         return key in self._jobs
 
-    def wants_room(self, key: str) -> bool:
-        """Whether the item's pixels are ready, and it has no rows in the buffer yet."""
-        job = self._jobs.get(key)
-        return job is not None and job.state is _State.PREPARED
-
     def add(self, request: EngineCoreRequest) -> None:
         """Take an image. The caller has checked that it fits the buffer."""
         assert request.image is not None
         assert request.feature is not None
         key = request.feature.key
         job = self._jobs.get(key)
-        if request.reported_missing and (job is None or job.state is _State.LOOKING):
-            self._connector.update_connector_output(ECConnectorOutput(failed_loading={key: "reported missing"}))
         if job is None:
             job = _Job(request.feature, request.image, request.arrival_s, since_s=time.time())
             self._jobs[key] = job
+        if request.reported_missing and job.state is _State.LOOKING:
+            job.is_missed = True
+            self._connector.update_connector_output(ECConnectorOutput(failed_loading={key: "reported missing"}))
         job.waiters.append(request.request_id)
         self._key_of[request.request_id] = key
 
@@ -120,8 +117,9 @@ class EncodeQueue:
             del self._jobs[key]
         return True
 
-    def schedule(self, out: SchedulerOutput) -> list[EngineCoreOutput]:
-        """Add this step's images to `out`; return the requests whose item turned out to be stored already."""
+    def schedule(self, out: SchedulerOutput, make_room: Callable[[int], bool]) -> list[EngineCoreOutput]:
+        """Add this step's images to `out`; return the requests whose item turned out to be stored already.
+        `make_room` says whether the buffer has so many rows for the next image."""
         done: list[EngineCoreOutput] = []
         budget = self._max_batched_embeds
         ahead = sum(
@@ -131,7 +129,7 @@ class EncodeQueue:
         out.forget_prepared, self._forget = self._forget, []
         for key, job in list(self._jobs.items()):
             if job.state is _State.LOOKING:
-                present = self._connector.has_cache_item(key)
+                present = False if job.is_missed else self._connector.has_cache_item(key)
                 if present is None:
                     continue
                 if present:
@@ -152,7 +150,7 @@ class EncodeQueue:
                 rows = job.feature.num_embeds
                 if not room or (out.encode and rows > budget):
                     continue
-                where = self._cache.allocate(key, rows)
+                where = self._cache.allocate(key, rows) if make_room(rows) else None
                 if where is None:
                     room = False  # smaller ones that came later must not take the rows that this one waits for
                     continue

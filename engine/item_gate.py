@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from connectors.ec.base import EC_COUNTERS, ECConnectorBase, ECConnectorOutput, ECItem
 from core.types import PlacedFeature, Span
 from engine.encode_queue import EncodeQueue
 from engine.encoder_cache_manager import EncoderCacheManager
 from engine.request import Request
+from engine.request_lists import RequestLists
+from engine.room_claims import RoomClaims, Side
 from engine.scheduler_output import ItemUse
 from engine.settings import SchedulerSettings
 from engine.stats import StatsCollector
@@ -18,8 +20,8 @@ from engine.stats import StatsCollector
 class ItemGate:
     """Part of the scheduler. Step thread only.
 
-    `idle_after` gives the requests without a turn that rank after a given one, the last in rank first: where that one
-    finds no room for the item that it needs next, they lose theirs.
+    Where a request finds no room for the item that it needs next, requests that rank after it and do not run lose
+    theirs; where the vision tower finds none for the next image, all that do not run do, but the first in rank.
     """
 
     def __init__(
@@ -29,15 +31,17 @@ class ItemGate:
         encodes: EncodeQueue,
         stats: StatsCollector,
         settings: SchedulerSettings,
-        idle_after: Callable[[Request], Iterable[Request]],
+        lists: RequestLists,
     ) -> None:
         self._cache = cache
         self._connector = connector
         self._encodes = encodes
         self._stats = stats
         self._settings = settings
-        self._idle_after = idle_after
-        self._is_short = False  # somebody lacks room: who ranks after it takes none in this step
+        self._lists = lists
+        self._claims = RoomClaims()
+        self._is_short = False  # a request lacks room: who ranks after it takes none in this step
+        self._needs_tower = False  # a request waits for its image to be encoded: who ranks after it makes no claim
         self._load_started: dict[str, float] = {}  # item key -> time
         self._lost: dict[str, set[str]] = {}  # request id -> keys that could not be loaded while it waited for them
 
@@ -64,8 +68,30 @@ class ItemGate:
             self._connector.ensure_cache_available([feature.key for feature in wanted])
 
     def begin_step(self) -> None:
-        """`check` follows for the parked requests, by rank."""
-        self._is_short = False
+        """`make_room_to_encode` follows for the images that are prepared, then `check` for the parked requests, by
+        rank."""
+        self._claims.begin_step()
+        self._is_short = self._needs_tower = False
+
+    def end_step(self) -> bool:
+        """Whether the next step may give rows to those that this one refused."""
+        return self._claims.end_step()
+
+    def make_room_to_encode(self, num_rows: int) -> bool:
+        """Whether the oldest image that is prepared may have so many rows now, and there is room for them."""
+        claims = self._claims
+        if claims.may_take(Side.ENCODER) and (
+            self._cache.has_room(num_rows) or self._take_room(num_rows, self._lists.idle()[:-1])
+        ):
+            claims.take(Side.ENCODER)
+            return True
+        claims.claim(Side.ENCODER)
+        return False
+
+    def holds_off(self, request: Request) -> bool:
+        """Whether a request must not begin, since it needs items and others have lacked room for long: else newcomers
+        to an item that all of them share could keep it in the buffer for ever."""
+        return self._claims.is_long and request.num_computed_tokens < request.items_end
 
     def fit(self, request: Request, num_tokens: int) -> tuple[int, list[ItemUse]]:
         """Cut a chunk off at its first item that is not in the buffer. The items within the chunk are held."""
@@ -89,7 +115,7 @@ class ItemGate:
 
     def is_patient(self, request: Request) -> bool:
         """Whether it is too new to spend a step on a part of it."""
-        return not request.scheduled_s and time.time() - request.arrival_s < self._settings.item_patience_s
+        return not request.scheduled_s and time.monotonic() - request.added_s < self._settings.item_patience_s
 
     def check(self, request: Request) -> tuple[bool, list[str]]:
         """Look at the items that a parked request still needs, and order loads. Returns whether it can go on, and the
@@ -105,9 +131,7 @@ class ItemGate:
             elif self._cache.is_filling(key):
                 continue
             elif self._encodes.makes(key):
-                if i == 0 and self._encodes.wants_room(key):
-                    self._make_room(request, placed.feature.num_embeds)
-                    self._is_short = True  # the room is the encoder's, which takes it in the next step
+                self._needs_tower |= i == 0
             else:
                 # One that could not be loaded is missing, whatever the store says: else a file that is listed but
                 # cannot be read would be loaded for ever.
@@ -139,11 +163,9 @@ class ItemGate:
         later, or for a second time, would wait for itself where the buffer has no room for both."""
         if not request.held_items.difference((key,)):
             return
-        read = {
-            placed.feature.key
-            for placed in request.features
-            if placed.end > request.num_executed_tokens and placed.offset < request.num_computed_tokens
-        }
+        begin, end = request.num_executed_tokens, request.num_computed_tokens
+        # Without a step under way nothing is read, also where what is computed ends inside an item.
+        read = {p.feature.key for p in request.features if begin < end and p.end > begin and p.offset < end}
         for other in request.held_items - read - {key}:
             self._cache.let_go(other, request.request_id)
             request.held_items.discard(other)
@@ -197,23 +219,29 @@ class ItemGate:
         feature = placed.feature
         if self._is_short:
             return
-        if first and not self._make_room(request, feature.num_embeds):
+        may_take = self._claims.may_take(Side.REQUESTS)
+        if first and not (may_take and self._make_room(request, feature.num_embeds)):
             self._is_short = True
+            if not self._needs_tower:
+                self._claims.claim(Side.REQUESTS)
             return
-        where = self._cache.allocate(feature.key, feature.num_embeds)
+        where = self._cache.allocate(feature.key, feature.num_embeds) if may_take else None
         if where is None:
             return  # tried again in the next step
         if first:
+            self._claims.take(Side.REQUESTS)
             self._hold(request, feature.key)
         self._connector.update_state_after_alloc(ECItem(feature.key, feature.num_embeds), where)
         self._load_started[feature.key] = time.time()
         self._stats.count("ec_hits_total")
 
     def _make_room(self, request: Request, num_rows: int) -> bool:
-        """Whether an item of so many rows can be allocated. Others lose what they hold where that helps."""
-        if self._cache.has_room(num_rows):
-            return True
-        for other in self._idle_after(request):
+        """Whether an item of so many rows can be allocated. Who ranks after the request may lose theirs."""
+        return self._cache.has_room(num_rows) or self._take_room(num_rows, self._lists.idle_after(request))
+
+    def _take_room(self, num_rows: int, others: Iterable[Request]) -> bool:
+        """Whether an item can be allocated once `others` have let go of theirs, one after the other."""
+        for other in others:
             if other.held_items:
                 self._let_go_but(other, "")
                 if self._cache.has_room(num_rows):

@@ -4,7 +4,7 @@ The name of a block covers everything that its keys and values depend on: all to
 image's placeholder tokens are all alike, the key and place of every image among them (the key covers pixels, weights,
 preprocessing and tenant). It is chained, so it takes in one block at a time:
 
-    root     = BLAKE3(salt of the tenant, adapter)
+    root     = BLAKE3(salt of the tenant, adapter), each behind its length
     block i  = BLAKE3(block i-1, tokens of block i, [image key, its offset from the block's start] of each image in it)
 
 The idea of chained block hashes is vLLM's (`v1/core/kv_cache_utils.py`). 256 bits, never cut: a collision would answer
@@ -22,8 +22,12 @@ from core.types import PlacedFeature
 
 
 def root_hash(salt: str, adapter: str = "") -> bytes:
-    """What the first block is chained to. Tenants share nothing unless their salts are equal."""
-    return blake3(b"triptych kv prefix 1\0" + salt.encode() + b"\0" + adapter.encode()).digest()
+    """What the first block is chained to. Tenants share nothing unless their salts are equal, and nothing is shared
+    between adapters of the weights, "" for none; the engine serves none yet."""
+    content = bytearray()
+    for part in (b"triptych kv prefix 2", salt.encode(), adapter.encode()):
+        content += len(part).to_bytes(8, "little") + part
+    return blake3(content).digest()
 
 
 def extend_hashes(

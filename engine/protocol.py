@@ -29,7 +29,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True):
     # -- encoding --
     image: bytes | None = None
     feature: Feature | None = None  # what the image's header predicts
-    reported_missing: bool = False  # a consumer did not find the item: trust no memory of it
+    reported_missing: bool = False  # a consumer could not load the item: save it again, whatever the store says
     tenant: str = ""  # tenants share no cached KV, and turns fairly
     priority: int = 0  # smaller is earlier
 

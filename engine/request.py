@@ -33,7 +33,7 @@ class Request:
     """A generation. Owned by the scheduler, touched on the step thread only."""
 
     request_id: str
-    arrival_s: float
+    arrival_s: float  # wall clock, for spans; `added_s` and `aged_s` are monotonic
     prompt_token_ids: list[int]
     features: list[PlacedFeature]
     sampling: SamplingParams
@@ -45,6 +45,7 @@ class Request:
     items_end: int = 0  # where the last image's placeholders end
     tenant: str = ""
     priority: int = 0  # smaller is earlier
+    added_s: float = 0.0
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0  # in the cache once the steps that were scheduled have run
     num_executed_tokens: int = 0  # in the cache now

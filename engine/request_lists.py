@@ -36,6 +36,7 @@ class RequestLists:
         self.running: list[Request] = []  # by rank
         self.in_runner: set[str] = set()  # ids of those whose state the runner holds
         self._num_rows = settings.max_num_seqs
+        self._aging_s = settings.aging_s
         self._dropped: list[str] = []  # what the runner must be told to forget
 
     @property
@@ -54,7 +55,7 @@ class RequestLists:
 
     def wait(self, request: Request) -> None:
         """A new request, or one that holds nothing any more."""
-        self.waiting.push(request, time.time())
+        self.waiting.push(request, time.monotonic())
 
     def park(self, request: Request, status: RequestStatus) -> None:
         request.status = status
@@ -96,10 +97,10 @@ class RequestLists:
         return dropped
 
     def next_waiting(self) -> Request | None:
-        """Whose turn it is. One that the runner knows goes first while the runner has no row for another: the two would
-        wait for each other, since rows come free only when requests go on."""
+        """Whose turn it is. One that the runner knows goes first while the runner has no row for another: rows come
+        free when requests go on. Where it cannot, the first that resumes takes a row from it, or from another."""
         if not self.resuming:
-            return self.waiting.peek(time.time())
+            return self.waiting.peek(time.monotonic())
         if not self.has_row:
             for request in self.resuming:
                 if request.request_id in self.in_runner:
@@ -107,17 +108,23 @@ class RequestLists:
         return self.resuming[0]
 
     def parked_for_items(self) -> list[Request]:
-        """By rank."""
+        """By rank. One that is here for long moves up as those that wait do: room is given by rank too."""
         lacking = [r for r in self.parked.values() if r.status is RequestStatus.WAITING_FOR_ENCODER_CACHE]
+        if lacking:
+            best = min(r.level for r in (*lacking, *self.resuming[:1], *self.running[:1]))
+            now_s = time.monotonic()
+            for request in lacking:
+                if request.level > best and now_s - request.aged_s >= self._aging_s:
+                    request.level, request.aged_s = request.level - 1, now_s
         return sorted(lacking, key=_rank)
 
+    def idle(self) -> list[Request]:
+        """The parked and resuming requests, the last in rank first; not those that are pulling, whose blocks are being
+        written to."""
+        idle = [r for r in self.parked.values() if r.status is not RequestStatus.WAITING_FOR_REMOTE_KVS]
+        return sorted((*idle, *self.resuming), key=_rank, reverse=True)
+
     def idle_after(self, request: Request) -> list[Request]:
-        """The parked and resuming requests that rank after this one, the last first; not those that are pulling, whose
-        blocks are being written to."""
+        """Those that rank after this one."""
         rank = _rank(request)
-        idle = (
-            other
-            for other in (*self.parked.values(), *self.resuming)
-            if other.status is not RequestStatus.WAITING_FOR_REMOTE_KVS and _rank(other) > rank
-        )
-        return sorted(idle, key=_rank, reverse=True)
+        return [other for other in self.idle() if _rank(other) > rank]

@@ -11,9 +11,20 @@ computes; after that it is computed as far as its first absent item. Items whose
 caller (`missing`), and the request ends.
 
 Holding things cannot deadlock, nor can two requests take from each other for ever, since everything is taken along one
-order, the rank: level, then turn. A parked request holds KV blocks, a row in the runner and at most the item that it
-needs next. Where one finds no room, those that rank after it and do not run give up theirs: items at once, blocks and
-rows (preemption: recompute later) while nothing runs that would free some. So the first in rank always goes on.
+order, the rank: level, then turn. An *idle* request, one that had its turn and does not run, holds KV blocks, a row in
+the runner, the item that it needs next and what a step under way reads. That all go on in the end:
+
+1. What runs goes on, parks or ends; loads, pulls, saves, leases and look-ups end by themselves. So what these hold
+   comes free, and it is enough to look at idle requests while nothing runs.
+2. The first of them in rank, and then each, gets what it lacks: blocks and rows from those that rank after it and are
+   idle (preemption: recompute later, hence only while nothing runs), items at once. One with a row may pass another
+   that has none, and only while it can: where it finds no blocks, the first takes a row.
+3. An image to encode needs nothing but rows of the buffer. Of idle requests all but the first give theirs up for it;
+   that one goes on by 2, or waits for an image itself and holds nothing. Images are taken in the order in which they
+   came, so the one that a request waits for gets there.
+4. Where both images and loads lack rows, they have them by turns, and who is not at turn takes none
+   (`room_claims.py`). Who ranks after a request that waits for an image does not claim the requests' turn, since it may
+   wait for that one, and so for the image. Where the one at turn finds no rows for long, new requests with items wait.
 
 A step may be scheduled while the one before it still runs. A request's `num_computed_tokens` is therefore what will be
 in the cache once all scheduled steps have run, its `num_executed_tokens` what is there; `num_pending` tokens will be
@@ -28,6 +39,7 @@ one thing.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -80,7 +92,7 @@ class Scheduler:
             self.encodes,
             self.stats,
             settings,
-            self._lists.idle_after,
+            self._lists,
         )
         self._outputs = RequestOutputs(self.stats, settings.where)
         self._turnover = Turnover()
@@ -137,6 +149,7 @@ class Scheduler:
             self.refuse(made.request_id, ErrorKind.INCOMPATIBLE, objection)
             return
         request = Request.from_core(made, self.settings.max_model_len)
+        request.added_s = time.monotonic()
         for placed in request.features:
             if placed.feature.num_embeds > self.cache.num_rows:
                 self.refuse(made.request_id, ErrorKind.INVALID_REQUEST, self._too_large(placed.feature.num_embeds))
@@ -185,7 +198,8 @@ class Scheduler:
         out = SchedulerOutput()
         self._in_flight.append([])
         self._news = False
-        self._outputs.add(self.encodes.schedule(out))
+        self._items.begin_step()
+        self._outputs.add(self.encodes.schedule(out, self._items.make_room_to_encode))
         self._unpark()
         preemptions = self.stats.counters["num_preemptions_total"]
         budget = self._schedule_running(out, self.settings.max_num_batched_tokens)
@@ -193,6 +207,7 @@ class Scheduler:
             self._schedule_waiting(out, budget)
         else:
             self._news = True  # now it would only give back what was just taken; the next step may
+        self._news |= self._items.end_step()
         out.finished_request_ids = self._lists.take_dropped()
         out.ec_metadata = self._ec.build_connector_meta()
         out.kv_metadata = self._kv_gate.build_meta()
@@ -241,6 +256,8 @@ class Scheduler:
             if request is None:
                 return
             if request.kv is not None:
+                if len(lists.parked) >= self.settings.max_parked:
+                    return
                 if self._order_pull(request, request.kv) or self._free_others(request):
                     continue
                 return
@@ -250,6 +267,9 @@ class Scheduler:
                 return
             if not request.block_ids:
                 request.num_computed_tokens = request.num_executed_tokens = self.kv.take_computed_blocks(request)
+            if request not in lists.resuming and self._items.holds_off(request):
+                self._put_back(request)
+                return
             wanted = request.num_tokens - request.num_computed_tokens
             num_tokens, uses = self._items.fit(request, min(wanted, longest, budget))
             if num_tokens == 0 or (num_tokens < min(wanted, longest, budget) and self._items.is_patient(request)):
@@ -266,7 +286,7 @@ class Scheduler:
             blocks = self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens)
             if blocks is None:
                 self._put_back(request)
-                if self._free_others(request):
+                if self._free_others(request) or self._free_row_for_first():
                     continue
                 return  # nobody overtakes the one that waits for room
             lists.run(request)
@@ -356,6 +376,13 @@ class Scheduler:
         lists = self._lists
         return self._preempt_one(o for o in lists.idle_after(request) if o.request_id in lists.in_runner)
 
+    def _free_row_for_first(self) -> bool:
+        """One that was let past the first, since it has a row, can go no further."""
+        lists = self._lists
+        if lists.has_row or not lists.resuming or lists.resuming[0].request_id in lists.in_runner:
+            return False
+        return self._free_row(lists.resuming[0])
+
     def _preempt_one(self, others: Iterator[Request]) -> bool:
         victim = None if self._lists.running else next(others, None)
         if victim is not None:
@@ -381,7 +408,7 @@ class Scheduler:
             self._lists.remove(request)
             self._end(request, num_tokens)
             return True
-        if len(self._lists.parked) >= self.settings.max_parked or self.kv.allocate_slots(request, num_tokens) is None:
+        if self.kv.allocate_slots(request, num_tokens) is None:
             return False
         self._lists.remove(request)
         self._kv_gate.order(kv, request)
@@ -396,7 +423,6 @@ class Scheduler:
 
     def _unpark(self) -> None:
         """Send on the parked requests that have what they waited for."""
-        self._items.begin_step()
         for request in self._lists.parked_for_items():
             self._advance(request)
 

@@ -111,6 +111,7 @@ class Bench:
         max_waiting: int = 100,
         patience_s: float = 0.0,
         long_prompt: int = 0,
+        aging_s: float = 10.0,
     ) -> None:
         self.store = ScriptedStore()
         self.cache = EncoderCacheManager(buffer_rows, 32)
@@ -126,6 +127,7 @@ class Bench:
                 kv_load_failure_policy=policy,
                 item_patience_s=patience_s,
                 long_prefill_token_threshold=long_prompt,
+                aging_s=aging_s,
             ),
             self.kv,
             self.cache,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.prefix_hash import root_hash
 from tests.engine.harness import Bench
 from tests.engine.simulated_runner import expected_answer
 
@@ -96,6 +97,11 @@ def test_pulled_blocks_are_found_by_the_next_request() -> None:
         bench.begin()
         bench.finish(sent=list(bench.leased))
     bench.assert_empty()
+
+
+def test_no_tenant_and_adapter_run_together_to_others() -> None:
+    pairs = [("", ""), ("a", ""), ("", "a"), ("a", "b"), ("a\0b", ""), ("", "a\0b"), ("a\0", "b"), ("a", "\0b")]
+    assert len({root_hash(*pair) for pair in pairs}) == len(pairs)
 
 
 def test_it_can_be_turned_off() -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
+import numpy as np
+
 from connectors.kv.base import KVLease
 from connectors.kv.board import ChecksumBoard
 from connectors.kv.leases import LeaseTable, NoLease
@@ -34,6 +36,7 @@ class LeasedChecksums:
         self._expected: deque[KVLease] = deque()  # append and popleft are atomic
         self._next = 0  # of the first one expected: the first block whose checksum is not known
         self._known: OrderedDict[str, dict[tuple[int, int], bytes]] = OrderedDict()  # by token, then (first, count)
+        self._scratch: Bytes = np.empty(0, dtype=np.uint8)  # of a grain's size, once there was one of short rows
 
     def expect(self, leases: Iterable[KVLease]) -> None:
         """These will be asked for. Any thread."""
@@ -58,7 +61,10 @@ class LeasedChecksums:
             known = self._known.setdefault(lease.token, {})
             if len(self._known) > _MAX_AHEAD:
                 self._known.popitem(last=False)
-            checksum = known[self._next, len(block_ids)] = checksum_of(self._rows.views(block_ids))
+            # Short rows are brought together first. A call for each would let go of the interpreter's lock for an
+            # instant, again and again; who waits for it would be woken each time, and come too late.
+            rows = self._rows.gather(block_ids, self._scratch_of)
+            checksum = known[self._next, len(block_ids)] = checksum_of(rows)
             if self._board is not None:
                 self._publish(self._board, lease, checksum, self._next + len(block_ids))
             self._next += len(block_ids)
@@ -80,6 +86,11 @@ class LeasedChecksums:
     def forget(self, token: str) -> None:
         """The lease has ended."""
         self._known.pop(token, None)
+
+    def _scratch_of(self, num_bytes: int) -> Bytes:
+        if len(self._scratch) < num_bytes:
+            self._scratch = np.empty(num_bytes, dtype=np.uint8)
+        return self._scratch
 
     def _has_ended(self, lease: KVLease) -> bool:
         return isinstance(self._leases.find(lease.request_id, lease.token), NoLease)

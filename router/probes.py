@@ -73,8 +73,7 @@ class Probes:
             except asyncio.CancelledError:
                 if _is_cancelled():
                     raise
-            except Exception:
-                # Whatever a worker sends, the others go on, and so does this one.
+            except Exception:  # whatever a worker sends, the others go on, and so does this one
                 logger.exception("%s: probing failed", self._worker.label)
             await asyncio.sleep(_MAX_BACKOFF_S)
 

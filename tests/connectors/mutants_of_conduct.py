@@ -166,7 +166,7 @@ class Scribbles(Mutant):
     def _read(self, key: str, target: LoadTarget) -> None:
         try:
             super()._read(key, target)
-        except Exception:
+        except Exception:  # whatever ended the load: the fault comes after it
             late = threading.Timer(0.1, target._bytes.__setitem__, (slice(None), b"\7" * target.num_bytes))
             late.start()  # whoever gave up first, the report is out by then
             raise

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
-
-import zmq
-
-from connectors.zmq_link import Link
+from typing import Any, Generic, Protocol, TypeVar
 
 _MAX_CONNECTIONS = 64
 #: A connection that nothing used for so long is closed.
 _IDLE_CLOSE_S = 60.0
 
 
+class BrokenError(Exception):
+    """A connection is of no use any more; holds the reason. `was_up`: it had been made before it broke."""
+
+    def __init__(self, reason: str, *, was_up: bool = False) -> None:
+        super().__init__(reason)
+        self.was_up = was_up
+
+
+class Link(Protocol):
+    """What a poller can wait for; of which kind, zmq's or the system's, is between the link and its owner."""
+
+    def register(self, poller: Any) -> None: ...
+
+    def unregister(self, poller: Any) -> None: ...
+
+
 class Connection(Protocol):
     """What a connection must tell. Times are of the monotonic clock; no `deadline_s`: nothing is awaited."""
 
     address: str
-    link: Link
     last_progress_s: float
+
+    @property
+    def link(self) -> Link: ...
 
     @property
     def idle(self) -> bool: ...
@@ -34,9 +48,9 @@ C = TypeVar("C", bound=Connection)
 
 
 class Connections(Generic[C]):
-    """By address; polled as long as they are here. One thread's."""
+    """By address; with `poller`, of the kind their links take, as long as they are here. One thread's."""
 
-    def __init__(self, poller: zmq.Poller) -> None:
+    def __init__(self, poller: object) -> None:
         self._poller = poller
         self._open: dict[str, C] = {}
 

@@ -49,8 +49,10 @@ class DeviceCopies:
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            yield
-        self._stream.synchronize()
+            try:
+                yield
+            finally:
+                self._stream.synchronize()  # after an error too: nothing is written once it is known
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> None:
         with self.aside(after):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from connectors.connections import BrokenError
+
 #: What `host` may look like; `ipc://`, `inproc://` and ZeroMQ's "source;destination" form must not pass.
 HOST_PATTERN = r"\A([A-Za-z0-9._-]{1,255}|\[?[0-9A-Fa-f:.]{2,45}\]?)\Z"
 
@@ -15,14 +17,6 @@ _BROKEN = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-
-
-class BrokenError(Exception):
-    """A link is of no use any more; holds the reason. `was_up`: it had been made before it broke."""
-
-    def __init__(self, reason: str, *, was_up: bool = False) -> None:
-        super().__init__(reason)
-        self.was_up = was_up
 
 
 def endpoint_of(host: str, port: int) -> str:

@@ -23,13 +23,12 @@ from benchmarks.connectors.children import Child
 from benchmarks.connectors.items import empty_item, expect_same, memcpy, random_item
 from benchmarks.connectors.measuring import Comparison, Contender, Row, Settings, measure
 from benchmarks.kv_transfer import Side
-from connectors.kv import connection
 from connectors.kv.base import SAME_HOST
 from connectors.kv.transfer import NETWORK
-from connectors.kv.wire import MAX_BLOCKS_PER_MESSAGE
 from core.types import KVHandle, KVRole
 
 _BLOCK_BYTES = 256 << 10
+_ZMQ_LEAST_BYTES, _ZMQ_MOST_BYTES, _ZMQ_PIECES, _ZMQ_WINDOW = 1 << 20, 8 << 20, 8, 4
 _NETWORK_GOAL, _SAME_HOST_GOAL = 0.8, 0.6
 
 
@@ -62,10 +61,9 @@ def rows(sizes: Sequence[int], settings: Settings) -> Iterator[Row]:
 
 
 def form_of(block_bytes: int, num_blocks: int) -> Form:
-    """As the connector cuts a pull."""
-    most = max(1, min(MAX_BLOCKS_PER_MESSAGE, connection._MAX_MESSAGE_BYTES // block_bytes))
-    least = max(1, min(MAX_BLOCKS_PER_MESSAGE, connection._MIN_MESSAGE_BYTES // block_bytes))
-    return Form(block_bytes, min(max(least, num_blocks // connection._MIN_PIECES), most), connection._WINDOW)
+    """What was found best for ZeroMQ: messages of an eighth of the whole, but of one to eight MiB, four in flight."""
+    num_bytes = min(max(_ZMQ_LEAST_BYTES, block_bytes * num_blocks // _ZMQ_PIECES), _ZMQ_MOST_BYTES)
+    return Form(block_bytes, max(1, num_bytes // block_bytes), _ZMQ_WINDOW)
 
 
 class _Pulls:

@@ -11,11 +11,10 @@ from collections.abc import Callable
 import zmq
 
 from connectors.breaker import CircuitBreaker
-from connectors.connections import Connections
+from connectors.connections import BrokenError, Connections
 from connectors.ec.peer_connection import PeerConnection
 from connectors.ec.peer_orders import Order
 from connectors.waker import Waker
-from connectors.zmq_link import BrokenError
 
 log = logging.getLogger(__name__)
 

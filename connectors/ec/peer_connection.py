@@ -13,6 +13,7 @@ from collections import deque
 import xxhash
 import zmq
 
+from connectors.connections import BrokenError
 from connectors.ec.peer_orders import Order, Question, Transfer
 from connectors.ec.peer_wire import (
     MAX_KEYS,
@@ -35,7 +36,7 @@ from connectors.ec.peer_wire import (
 )
 from connectors.ec.store import CHUNK_BYTES
 from connectors.peer_messages import MAX_HEADER_BYTES, MalformedError
-from connectors.zmq_link import BrokenError, Link
+from connectors.zmq_link import Link
 
 #: Chunks in flight on one connection: they keep the line busy while one is checked and copied.
 _WINDOW = 8

@@ -16,7 +16,6 @@ from typing import Annotated
 
 import msgspec
 import torch
-import zmq
 
 from connectors.kv.base import (
     KVConnectorBase,
@@ -60,7 +59,7 @@ class PeerOptions(msgspec.Struct, frozen=True):
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 30.0  # a lease ends if nobody renews it for so long
     max_lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 600.0  # and is not renewed when it is so old
     blocks_per_message: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS_PER_MESSAGE)] = (
-        MAX_BLOCKS_PER_MESSAGE  # 8 MiB bound it too
+        MAX_BLOCKS_PER_MESSAGE  # 2 MiB bound it too
     )
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0  # a peer that is silent so long is gone
     same_host: SameHost = SameHost.AUTO
@@ -78,14 +77,11 @@ class KVPeerConnector(KVConnectorBase):
         self._lock = threading.Lock()
         self._output = KVConnectorOutput()
         self._table = LeaseTable(self._options.lease_s, self._options.max_lease_s)
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._segment: SharedSegment | None = None
         self._server: BlockServer | None = None
         self._puller: Puller | None = None
-        if side is KVSide.WORKER:
-            self._context = zmq.Context()
-            if config.role.produces:
-                self._server = self._bind(self._context)
+        if side is KVSide.WORKER and config.role.produces:
+            self._server = self._bind()
 
     def _parse(self, config: KVConnectorConfig) -> PeerOptions:
         return parse_options(PeerOptions, config.extra, KV_EXTRA)
@@ -146,7 +142,7 @@ class KVPeerConnector(KVConnectorBase):
     def register_kv_caches(self, blocks: torch.Tensor) -> None:
         if blocks.shape[1:] != (self.config.layout.elements_per_block,):
             raise ValueError(f"a KV cache of {tuple(blocks.shape)} is not of layout {self.config.layout.describe()}")
-        if self._context is None:
+        if self.side is not KVSide.WORKER:
             raise ValueError("only the worker side takes a KV cache")
         rows = BlockRows(blocks, self.block_mover)
         if self._segment is not None:
@@ -158,7 +154,6 @@ class KVPeerConnector(KVConnectorBase):
         if self.config.role.consumes:
             options = self._options
             self._puller = Puller(
-                self._context,
                 type(self).__name__,
                 self.config.layout,
                 rows,
@@ -218,14 +213,12 @@ class KVPeerConnector(KVConnectorBase):
                 output.num_retries += end.num_retries
         self.config.notify()
 
-    def _bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> BlockServer:
+    def _bind(self) -> BlockServer:
         options = self._options
         host = options.bind_host if options.bind_host is not None else options.host
         try:
-            endpoint = endpoint_of(host, options.port)
-            return BlockServer(context, endpoint, self.config.layout, self._table, self.config.notify)
-        except zmq.ZMQError as error:
-            context.term()
+            return BlockServer(host, options.port, self.config.layout, self._table, self.config.notify)
+        except OSError as error:
             key = "host" if options.bind_host is None else "bind_host"
             raise ConfigError(f"{KV_EXTRA} {key}", f"{host}:{options.port}", f"cannot bind: {error}") from None
 
@@ -244,10 +237,5 @@ class KVPeerConnector(KVConnectorBase):
             self._segment.close()
         if stopped:
             self._segment = self._puller = None  # with what they have mapped
-        if self._context is None or self._context.closed:
-            return
-        # Ending the context waits for every socket, so it must not be tried while a thread still holds one.
-        if stopped:
-            self._context.term()
         else:
             log.warning("a thread of the KV connector did not end in time; its sockets stay until the process ends")

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-import zmq
-
-from connectors.connections import Connections
+from connectors.connections import BrokenError, Connections
 from connectors.kv.base import KVLayout, KVPull
 from connectors.kv.connection import Connection, RefusedError, SilentError
 from connectors.kv.rows import BlockRows
@@ -23,7 +22,6 @@ from connectors.kv.segment import SameHost
 from connectors.kv.transfer import PullEnd, Transfer
 from connectors.kv.wire import HandleParams, check_layout, decode_handle
 from connectors.waker import Waker
-from connectors.zmq_link import BrokenError
 from core.errors import TriptychError
 from core.types import KVHandle
 
@@ -49,7 +47,6 @@ class Puller:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         connector: str,
         layout: KVLayout,
         rows: BlockRows,
@@ -58,7 +55,6 @@ class Puller:
         same_host: SameHost,
         ended: Callable[[PullEnd], None],
     ) -> None:
-        self._context = context
         self._connector = connector
         self._layout = layout
         self._rows = rows
@@ -71,10 +67,10 @@ class Puller:
         self._transfers: dict[str, Transfer] = {}
         self._kept: dict[str, _Kept] = {}  # by request id, as are the transfers
         self._waiting: deque[Transfer] = deque()  # for a free place among the connections
-        self._poller = zmq.Poller()
+        self._poller = select.poll()
         self._connections = Connections[Connection](self._poller)
         self._waker = Waker()
-        self._poller.register(self._waker.reader, zmq.POLLIN)
+        self._poller.register(self._waker.reader, select.POLLIN)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-puller", daemon=True)
         self._thread.start()
@@ -104,24 +100,25 @@ class Puller:
                 except Exception:  # without this thread no pull would ever end
                     log.exception("pulling KV blocks failed")
                     for connection in self._connections:
-                        for transfer in self._forget(connection):
-                            self._ended(transfer, "internal error of the consumer")
+                        self._forget(connection)
+                    self._waiting.clear()
+                    for transfer in list(self._transfers.values()):
+                        self._ended(transfer, "internal error of the consumer")
         finally:
             self._connections.close()
             self._waker.close()
 
     def _step(self) -> None:
-        ready = dict(self._poller.poll(self._poll_ms()))
+        for connection in self._connections:
+            connection.link.register(self._poller)
+        ready = {descriptor for descriptor, _ in self._poller.poll(self._poll_ms())}
         if self._waker.reader.fileno() in ready:
             self._waker.drain()
         now_s = time.monotonic()
         for connection in self._connections:
             with self._guarded(connection):
-                broke = connection.link.monitor in ready
-                if broke or connection.link.socket in ready:
+                if connection.link.fileno() in ready:
                     connection.receive()
-                if broke:
-                    connection.link.check()
                 connection.check_time(now_s)
         self._connections.remove_idle(now_s)
         # After the connections: one that broke while it was idle must not be given a new pull.
@@ -246,7 +243,6 @@ class Puller:
         if not self._connections.has_room():
             return None
         connection = Connection(
-            self._context,
             address,
             self._layout,
             self._rows,

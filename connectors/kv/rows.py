@@ -8,6 +8,7 @@ Passes over more than a few kilobytes release the interpreter's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -16,13 +17,14 @@ import torch
 import xxhash
 
 from connectors.device_copy import DeviceCopies
+from connectors.kv.arrival import Arrival
 from connectors.kv.base import BlockMover
 from connectors.kv.device_rows import DeviceRows
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Rows of neighbours that are shorter than this together are copied into one array: a frame costs more than the copy.
-_MIN_FRAME_BYTES = 128 << 10
+#: Runs of neighbours that are shorter than this are copied together to be summed up in one call.
+_LONG_RUN_BYTES = 128 << 10
 _GRAIN_BYTES = 512 << 10
 #: To look for neighbours among rows as long as this costs more than to copy them one by one.
 _LONG_ROW_BYTES = 64 << 10
@@ -79,67 +81,62 @@ class BlockRows:
         self.grain = max(1, _GRAIN_BYTES // max(1, self.row_bytes))  # rows
         self.on_host = self._copies.on_host
         self._array: Bytes | None = None
+        self._memory: memoryview | None = None  # the array's, flat
         self._device: DeviceRows | None = None  # one of the two
         if self.on_host:
             self._array = rows.numpy()
+            self._memory = _flat(self._array)
         elif mover is not None:
             self._device = DeviceRows(rows, self._copies, mover)
         else:
             raise ValueError(f"a KV cache on {blocks.device} needs a block mover, and the engine set none")
 
-    def gather(self, block_ids: Sequence[int], staging: Callable[[int], Bytes]) -> list[Bytes]:
-        """The rows in order, as few arrays `[num_rows, row_bytes]`: views of the cache, one for each run of neighbours,
-        where that makes large ones; else one copy, in pinned memory where the cache is on a GPU, else in what `staging`
-        returns when asked for at least so many bytes, flat."""
+    def read(self, block_ids: Sequence[int]) -> list[Bytes]:
+        """The rows in order, as arrays `[num_rows, row_bytes]`: views of the cache, one for each run of neighbours, or
+        one copy in pinned memory where the cache is on a device."""
         if self._array is None:
             assert self._device is not None
             return [self._device.to_host(block_ids).numpy()]
-        runs = runs_of(block_ids)
-        num_bytes = len(block_ids) * self.row_bytes
-        if len(runs) > 1 and num_bytes < len(runs) * _MIN_FRAME_BYTES:
-            rows = staging(num_bytes)[:num_bytes].reshape(-1, self.row_bytes)
-            # "clip": else numpy makes another copy, to leave `rows` alone where an index is out of range. None is.
-            self._array.take(np.asarray(block_ids), axis=0, out=rows, mode="clip")
-            return [rows]
-        return [self._array[block_ids[begin] : block_ids[begin] + end - begin] for begin, end in runs]
-
-    def views(self, block_ids: Sequence[int]) -> list[Bytes]:
-        """The rows in order, as views of a cache in host memory, one for each run of neighbours."""
-        assert self._array is not None
         return [self._array[block_ids[begin] : block_ids[begin] + end - begin] for begin, end in runs_of(block_ids)]
 
-    def scatter(self, block_ids: Sequence[int], rows: Sequence[Bytes], checksums: bytes) -> bool:
-        """Copy the rows of the arrays `[num_rows, row_bytes]`, end to end, to the blocks; complete on return.
-        `checksums`: the `checksum_of` each grain of them, end to end. False where they do not match: nothing of a grain
-        that is wrong is copied, nor what follows it."""
-        expected = _split(checksums)
-        if self._array is None:
-            if list(map(checksum_of, grains_of(rows, self.grain))) != expected:
-                return False
-            self._to_device(block_ids, rows)
-            return True
-        begin = 0
-        for n, grain in enumerate(grains_of(rows, self.grain)):
-            if expected[n : n + 1] != [checksum_of(grain)]:
-                return False
-            for array in grain:
-                ids = block_ids[begin : begin + len(array)]
-                begin += len(array)
-                if len(ids) == 1 or len(runs_of(ids)) == 1:
-                    self._array[ids[0] : ids[0] + len(ids)] = array
-                elif self.row_bytes >= _LONG_ROW_BYTES:
-                    for place, row in zip(ids, array, strict=True):
-                        self._array[place] = row
-                else:
-                    self._array[np.asarray(ids)] = array
-        return True
+    def gather(self, block_ids: Sequence[int], scratch: Callable[[int], Bytes]) -> list[Bytes]:
+        """As `read`, of a cache in host memory, but short rows as one copy, in what `scratch` returns when asked for at
+        least so many bytes, flat."""
+        assert self._array is not None
+        rows = self.read(block_ids)
+        num_bytes = len(block_ids) * self.row_bytes
+        if len(rows) == 1 or num_bytes >= len(rows) * _LONG_RUN_BYTES:
+            return rows
+        copy = scratch(num_bytes)[:num_bytes].reshape(-1, self.row_bytes)
+        # "clip": else numpy makes another copy, to leave `copy` alone where an index is out of range. None is.
+        self._array.take(np.asarray(block_ids), axis=0, out=copy, mode="clip")
+        return [copy]
+
+    def arrival(self, block_ids: Sequence[int], checksums: bytes) -> Arrival:
+        """To receive the blocks' rows. `checksums`: the `checksum_of` each grain of them, end to end. What is wrong may
+        stand in the blocks, of a cache in host memory."""
+        num_bytes, expected = len(block_ids) * self.row_bytes, _split(checksums)
+        if self._memory is not None:
+            return Arrival(num_bytes, self._places(self._memory, block_ids), expected)
+        host = self._copies.empty_host((len(block_ids), self.row_bytes), torch.uint8)
+        assert self._device is not None
+        land = partial(self._device.to_device, block_ids, host)
+        places = self._places(_flat(host.numpy()), range(len(block_ids)))
+        return Arrival(num_bytes, places, expected, land)
 
     def copy_from(self, block_ids: Sequence[int], source: Bytes, source_ids: Sequence[int], checksums: bytes) -> bool:
-        """As `scatter`, rows `source_ids` of `source`, `[any, row_bytes]` in host memory. That may change at any time,
-        so the checksums are taken of what arrived, and what is wrong may stand in the blocks."""
-        if self._array is None:
-            return self.scatter(block_ids, [source.take(np.asarray(source_ids), axis=0)], checksums)
+        """Copy rows `source_ids` of `source`, `[any, row_bytes]` in host memory, to the blocks; complete on return.
+        False where they do not match `checksums`, which are as for `arrival`. The rows may change at any time, so the
+        checksums are taken of what arrived, and what is wrong may stand in the blocks."""
         expected = _split(checksums)
+        if self._array is None:
+            host = self._copies.empty_host((len(block_ids), self.row_bytes), torch.uint8)
+            rows = source.take(np.asarray(source_ids), axis=0, out=host.numpy(), mode="clip")
+            if list(map(checksum_of, grains_of([rows], self.grain))) != expected:
+                return False
+            assert self._device is not None
+            self._device.to_device(block_ids, host)
+            return True
         for n, first in enumerate(range(0, len(block_ids), self.grain)):
             hasher = xxhash.xxh3_128()
             ours, theirs = block_ids[first : first + self.grain], source_ids[first : first + self.grain]
@@ -157,8 +154,13 @@ class BlockRows:
                 return False
         return True
 
-    def _to_device(self, block_ids: Sequence[int], rows: Sequence[Bytes]) -> None:
-        host = self._copies.empty_host((len(block_ids), self.row_bytes), torch.uint8)
-        np.concatenate(rows, out=host.numpy())
-        assert self._device is not None
-        self._device.to_device(block_ids, host)
+    def _places(self, memory: memoryview, block_ids: Sequence[int]) -> Iterator[list[memoryview]]:
+        """The blocks' bytes in a memory of rows, by grain."""
+        size = self.row_bytes
+        for first in range(0, len(block_ids), self.grain):
+            ids = block_ids[first : first + self.grain]
+            yield [memory[ids[begin] * size : (ids[begin] + end - begin) * size] for begin, end in runs_of(ids)]
+
+
+def _flat(array: Bytes) -> memoryview:
+    return array.reshape(-1).data

@@ -22,6 +22,7 @@ import platform
 import secrets
 import socket
 import struct
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 
 from connectors.kv.board import BOARD_BYTES, ChecksumBoard, MappedBoard
+from connectors.kv.listener import Listener
 from connectors.kv.rows import Bytes
 
 log = logging.getLogger(__name__)
@@ -39,8 +41,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_F
 _MAX_OFFER_BYTES = 1024
 #: How long a consumer waits for the descriptor; the producer's thread may be at work on a message.
 _OFFER_S = 1.0
-#: Consumers served between two looks at other work.
-_ACCEPTS = 16
+_BACKLOG = 16
 
 
 class SameHost(enum.StrEnum):
@@ -80,12 +81,12 @@ class SharedSegment:
         self.name = secrets.token_hex(16)
         self._offer = b""
         self._fds: list[int] = []
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener = Listener(self._socket)
         try:
             memory = _with_large_pages(self._new_memory(num_bytes))
             self.board = ChecksumBoard(self._new_memory(BOARD_BYTES))
-            self.listener.setblocking(False)
-            self.listener.bind(_NAME + self.name)
+            self._socket.bind(_NAME + self.name)
         except OSError:
             self.close()
             raise
@@ -107,15 +108,12 @@ class SharedSegment:
     def offer(self, instance: str, num_blocks: int, row_bytes: int) -> None:
         """Let consumers in from now on."""
         self._offer = msgspec.msgpack.encode(_Offer(instance, num_blocks, row_bytes))
-        self.listener.listen(_ACCEPTS)
+        self._socket.listen(_BACKLOG)
 
-    def serve(self) -> None:
-        """Hand the descriptors to the consumers that wait for them. The serving thread; never waits."""
-        for _ in range(_ACCEPTS):
-            try:
-                consumer, _address = self.listener.accept()
-            except OSError:
-                return
+    def serve(self, ready: Collection[int]) -> None:
+        """Hand the descriptors to the consumers that wait for them, if that is among the descriptors `ready`. The
+        serving thread; never waits."""
+        for consumer in self.listener.accepted(ready):
             # A consumer that is gone already, or of another user, gets nothing and pulls over the network.
             with consumer, contextlib.suppress(OSError):
                 consumer.setblocking(False)

@@ -1,27 +1,25 @@
 """The producer's end of KVPeerConnector: one thread that serves leased blocks to whoever shows their token.
 
-Blocks go out without a copy where the cache is in host memory and they are large: ZeroMQ reads the rows themselves,
-perhaps after the lease has ended. That is sound: the checksums in the header were taken before, so a row that changes
-under way fails at the consumer, and a consumer acknowledges only what has arrived. It is the same where the consumer
-reads them out of shared memory.
+Blocks go out without a copy where the cache is in host memory: the kernel reads the rows themselves, perhaps after the
+lease has ended. That is sound: the checksums in the header were taken before, so a row that changes under way fails at
+the consumer, and a consumer acknowledges only what has arrived. It is the same where the consumer reads them out of
+shared memory.
 """
 
 from __future__ import annotations
 
 import logging
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import numpy as np
-import zmq
-
 from connectors.kv.base import KVLayout, KVLease
 from connectors.kv.checksums import LeasedChecksums
-from connectors.kv.frames import RowFrames
+from connectors.kv.consumers import Consumer, Consumers
 from connectors.kv.leases import LeaseTable, NoLease
-from connectors.kv.rows import BlockRows, Bytes
+from connectors.kv.rows import BlockRows
 from connectors.kv.segment import SharedSegment
 from connectors.kv.wire import (
     WIRE_VERSION,
@@ -41,9 +39,8 @@ from connectors.kv.wire import (
     decode_request,
     encode,
 )
-from connectors.peer_messages import MAX_HEADER_BYTES, MalformedError
+from connectors.peer_messages import MalformedError
 from connectors.waker import Waker
-from connectors.zmq_link import bind_router
 from core.errors import IncompatibleError
 
 log = logging.getLogger(__name__)
@@ -52,54 +49,18 @@ log = logging.getLogger(__name__)
 #: for a lease that nobody has heard of waits this long for it.
 _UNKNOWN_LEASE_GRACE_S = 2.0
 _MAX_PARKED = 1024
-#: Messages served between two looks at the clock and at new orders.
-_BATCH = 64
-#: Messages that wait for one consumer; it asks for far fewer at a time.
-_MAX_QUEUED = 64
-#: Buffers kept for rows that are copied before they are sent; each is as large as a message.
-_MAX_STAGED = 8
-
-
-class _Staging:
-    """Buffers for rows that are copied before they are sent. ZeroMQ holds each until it is out; fresh memory every time
-    would cost more than the copy. The serving thread only."""
-
-    def __init__(self) -> None:
-        self._buffers: list[tuple[Bytes, zmq.MessageTracker]] = []
-        self._taken: Bytes | None = None
-
-    def take(self, num_bytes: int) -> Bytes:
-        """A buffer that nobody reads any more, or a new one."""
-        for n, (buffer, tracker) in enumerate(self._buffers):
-            if tracker.done:
-                del self._buffers[n]
-                if len(buffer) >= num_bytes:
-                    self._taken = buffer
-                    return buffer
-                break  # grown with the messages, one at a time
-        self._taken = np.empty(num_bytes, dtype=np.uint8)
-        return self._taken
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether a buffer was taken for the message that is to be sent."""
-        return self._taken is not None
-
-    def sent(self, tracker: zmq.MessageTracker) -> None:
-        """The buffer taken last is in this message."""
-        if self._taken is not None and len(self._buffers) < _MAX_STAGED:
-            self._buffers.append((self._taken, tracker))
-        self._taken = None
+#: Of them, pulls of one consumer. One of ours asks for a few at a time.
+_MAX_PARKED_PULLS = 16
 
 
 class BlockServer:
-    """Binds in the constructor (zmq.ZMQError where that fails), serves from `start` to `close`. `ended` is called, on
+    """Binds in the constructor (OSError where that fails), serves from `start` to `close`. `ended` is called, on
     the server's thread, when leases have ended."""
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
+        host: str,
+        port: int,
         layout: KVLayout,
         leases: LeaseTable,
         ended: Callable[[], None],
@@ -110,17 +71,15 @@ class BlockServer:
         self._rows: BlockRows | None = None
         self._checksums: LeasedChecksums | None = None
         self._segment: SharedSegment | None = None
-        self._staging = _Staging()
-        self._frames = RowFrames()
-        self._parked: deque[tuple[float, bytes, Pull | Ack | Release]] = deque()
+        self._parked: deque[tuple[float, Consumer, Pull | Ack | Release]] = deque()
+        self._consumers = Consumers(host, port)
         self._waker = Waker()
         self._closing = False
         self._thread: threading.Thread | None = None
-        try:
-            self._socket, self.port = bind_router(context, endpoint, MAX_HEADER_BYTES, _MAX_QUEUED)
-        except zmq.ZMQError:
-            self._waker.close()
-            raise
+
+    @property
+    def port(self) -> int:
+        return self._consumers.port
 
     def start(self, rows: BlockRows, segment: SharedSegment | None) -> None:
         """Serve the rows of this cache, which may lie in `segment`, offered already."""
@@ -152,83 +111,102 @@ class BlockServer:
         return not self._thread.is_alive()
 
     def _free(self) -> None:
-        self._socket.close()
+        self._consumers.close()
         self._waker.close()
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._waker.reader, zmq.POLLIN)
+        poller = select.poll()
+        self._consumers.register(poller)
+        poller.register(self._waker.reader, select.POLLIN)
         if self._segment is not None:
-            poller.register(self._segment.listener, zmq.POLLIN)
+            self._segment.listener.register(poller)
         assert self._checksums is not None
         try:
             while not self._closing:
-                ready = dict(poller.poll(0 if self.is_behind else self._poll_ms()))
+                ready = {descriptor for descriptor, _ in poller.poll(0 if self.is_behind else self._poll_ms())}
                 if self._waker.reader.fileno() in ready:
                     self._waker.drain()
                 if self._leases.expire(time.monotonic()):
                     self._ended()
-                if self._segment is not None and self._segment.listener.fileno() in ready:
-                    self._segment.serve()
+                if self._segment is not None:
+                    self._segment.serve(ready)
                 self._serve_parked()
-                self._serve_batch()
+                for consumer, header in self._consumers.messages(ready):
+                    self._serve_message(consumer, header)
                 self._checksums.work_ahead()
         finally:
             self._free()
 
     def _poll_ms(self) -> int | None:
-        times = [self._parked[0][0]] if self._parked else []
-        expiry_s = self._leases.next_expiry_s()
-        if expiry_s is not None:
-            times.append(expiry_s)
+        known_s = [self._leases.next_expiry_s(), self._consumers.deadline_s]
+        if self._segment is not None:
+            known_s.append(self._segment.listener.deadline_s)
+        if self._parked:
+            known_s.append(self._parked[0][0])
+        times = [time_s for time_s in known_s if time_s is not None]
         return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
-    def _serve_batch(self) -> None:
-        for _ in range(_BATCH):
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                if len(frames) != 1:
-                    raise MalformedError(f"{len(frames)} frames")
-                self._serve(identity, decode_request(frames[0]), may_park=True)
-            except MalformedError as error:
-                log.debug("a message that is not ours came to the KV port: %s", error)
-            except Exception:  # one request must not take the others' server away
-                log.exception("a request for KV blocks failed")
+    def _serve_message(self, consumer: Consumer, header: bytes) -> None:
+        try:
+            request = decode_request(header)
+        except MalformedError as error:
+            log.debug("a message that is not ours came to the KV port: %s", error)
+            return
+        consumer.is_ours = True
+        if isinstance(request, Pull) and consumer.is_gone:
+            return
+        if isinstance(request, Pull) and consumer.stream.num_waiting:
+            self._leases.renew(request.lease, request.token, time.monotonic())
+            consumer.aside.append(header)
+        else:
+            self._serve(consumer, request, may_park=True)
 
     def _serve_parked(self) -> None:
         now_s = time.monotonic()
         for _ in range(len(self._parked)):
-            deadline_s, identity, request = self._parked.popleft()
+            deadline_s, consumer, request = self._parked.popleft()
+            if isinstance(request, Pull) and consumer.is_gone:
+                continue
             if now_s < deadline_s and self._leases.find(request.lease, request.token) is NoLease.UNKNOWN:
-                self._parked.append((deadline_s, identity, request))
+                self._parked.append((deadline_s, consumer, request))
             else:
-                self._serve(identity, request, may_park=False)
+                consumer.num_parked -= isinstance(request, Pull)
+                self._serve(consumer, request, may_park=False)
 
-    def _serve(self, identity: bytes, request: Request, *, may_park: bool) -> None:
-        if isinstance(request, Hello):
-            self._reply(identity, self._greet(request))
-            return
+    def _serve(self, consumer: Consumer, request: Request, *, may_park: bool) -> None:
+        try:
+            if isinstance(request, Hello):
+                self._reply(consumer, self._greet(request))
+            else:
+                self._serve_lease(consumer, request, may_park=may_park)
+        except Exception:  # one request must not take the others' server away
+            log.exception("a request for KV blocks failed")
+            if isinstance(request, Pull):
+                self._reply(consumer, Failed(request.sequence, "internal error of the producer", given_up=False))
+
+    def _serve_lease(self, consumer: Consumer, request: Renew | Pull | Ack | Release, *, may_park: bool) -> None:
         found = self._leases.renew(request.lease, request.token, time.monotonic())
         if isinstance(request, Renew):
             return
         if may_park and self._parked and found is not NoLease.UNKNOWN:
             self._serve_parked()  # what was asked for first is answered first
-        if found is NoLease.UNKNOWN and may_park and len(self._parked) < _MAX_PARKED:
-            self._parked.append((time.monotonic() + _UNKNOWN_LEASE_GRACE_S, identity, request))
+        if found is NoLease.UNKNOWN and may_park and self._has_place(consumer, request):
+            consumer.num_parked += isinstance(request, Pull)
+            self._parked.append((time.monotonic() + _UNKNOWN_LEASE_GRACE_S, consumer, request))
         elif isinstance(request, Pull):
             if isinstance(found, NoLease):
-                self._reply(identity, Failed(request.sequence, found.value, found is NoLease.GIVEN_UP))
+                self._reply(consumer, Failed(request.sequence, found.value, found is NoLease.GIVEN_UP))
             else:
-                self._send_rows(identity, request, found.block_ids)
+                self._send_rows(consumer, request, found.block_ids)
         else:
             assert self._checksums is not None
             self._checksums.forget(request.token)
             if self._leases.end(request.lease, request.token):
                 self._ended()
+
+    def _has_place(self, consumer: Consumer, request: Pull | Ack | Release) -> bool:
+        is_one_of_many = isinstance(request, Pull) and consumer.num_parked >= _MAX_PARKED_PULLS
+        return len(self._parked) < _MAX_PARKED and not is_one_of_many
 
     def _greet(self, hello: Hello) -> Reply:
         try:
@@ -237,28 +215,23 @@ class BlockServer:
             return Refused(str(error)[:8000])
         return Welcome(WIRE_VERSION, self._layout)
 
-    def _send_rows(self, identity: bytes, pull: Pull, leased: list[int]) -> None:
+    def _send_rows(self, consumer: Consumer, pull: Pull, leased: list[int]) -> None:
         assert self._rows is not None
         assert self._checksums is not None
         if pull.first + pull.count > len(leased):
             reason = f"blocks {pull.first} to {pull.first + pull.count} of a lease of {len(leased)}"
-            self._reply(identity, Failed(pull.sequence, reason, given_up=False))
+            self._reply(consumer, Failed(pull.sequence, reason, given_up=False))
+            return
+        if pull.mapped and self._segment is None:
+            self._reply(consumer, Failed(pull.sequence, "the cache is not in shared memory", given_up=False))
             return
         block_ids = leased[pull.first : pull.first + pull.count]
-        if not pull.mapped:
-            arrays = self._rows.gather(block_ids, self._staging.take)
-            are_views = self._rows.on_host and not self._staging.is_taken
-            frames = map(self._frames.of, arrays) if are_views else (array.reshape(-1).data for array in arrays)
-            self._reply(identity, Rows(pull.sequence, self._checksums.take(pull, arrays)), *frames)
-        elif self._segment is not None:
-            checksums = self._checksums.take(pull, self._rows.views(block_ids))
-            self._reply(identity, Places(pull.sequence, checksums, block_ids))
+        rows = self._rows.read(block_ids)
+        checksums = self._checksums.take(pull, block_ids, rows)
+        if pull.mapped:
+            self._reply(consumer, Places(pull.sequence, checksums, block_ids))
         else:
-            self._reply(identity, Failed(pull.sequence, "the cache is not in shared memory", given_up=False))
+            self._reply(consumer, Rows(pull.sequence, checksums), [row.reshape(-1).data for row in rows])
 
-    def _reply(self, identity: bytes, reply: Reply, *rows: zmq.Frame | memoryview) -> None:
-        # A peer that has gone, or that asks for more than it takes away, loses the message; ROUTER sends never wait.
-        frames = [identity, encode(reply), *rows]
-        tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=self._staging.is_taken)
-        if tracker is not None:
-            self._staging.sent(tracker)
+    def _reply(self, consumer: Consumer, reply: Reply, body: Iterable[memoryview] = ()) -> None:
+        self._consumers.send(consumer, encode(reply), body)

@@ -1,10 +1,10 @@
-"""What KVPeerConnector puts on the wire and into handles: msgpack headers, and block rows as frames of their own.
+"""What KVPeerConnector puts on the wire (`stream.py`) and into handles: msgpack headers, and the bytes of blocks.
 
-    consumer (DEALER)                    producer (ROUTER)
+    consumer                             producer
     Hello    version, layout     ->      Welcome  version, layout
                                          Refused  both layouts; nothing else follows
     Renew    the lease is wanted ->      (the lease goes on)
-    Pull     blocks of a lease   ->      Rows     checksums, then frames with the blocks' bytes
+    Pull     blocks of a lease   ->      Rows     checksums; the blocks are the message's body
                                          Failed   reason
     Pull     mapped              ->      Places   checksums, and where in the producer's shared memory they are
     Ack      all of it arrived   ->      (the lease ends)
@@ -15,10 +15,8 @@ repeated, whole or in other pieces, for as long as the lease lasts: that is how 
 damaged message, over the same connection or a new one.
 
 The token that every request carries is what entitles it: handles pass through the front door, lease names can be
-guessed. Everything decoded here comes from the network; types, ranges and sizes are checked by the decoder.
-
-A bound that ZeroMQ cannot give: it gathers all frames of a message before it hands out the first, and limits the size
-of each frame but not their number. The port belongs on a network of the cluster's own.
+guessed. Everything decoded here comes from the network; types, ranges and sizes are checked by the decoder. Nothing is
+encrypted: the port belongs on a network of the cluster's own.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from connectors.peer_messages import MalformedError, Sequence, Token, decode
 from core.errors import IncompatibleError, InvalidRequestError
 from core.types import KVHandle
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 MAX_PARAMS_BYTES = 8 * 1024
 #: Most blocks that one message may bring.
 MAX_BLOCKS_PER_MESSAGE = 1024

@@ -20,10 +20,11 @@ pytestmark = pytest.mark.parametrize("road", [NETWORK, SAME_HOST])
 
 @pytest.fixture
 def pairs(closing: Closing, road: str, monkeypatch: pytest.MonkeyPatch) -> tuple[KVPair, KVPair]:
-    """A producer and a consumer whose grain is two blocks."""
+    """A producer and a consumer whose grain is two blocks; two grains are summed up in one go."""
     same_host = "always" if road == SAME_HOST else "never"
     prefill = closing(KVPair(KVRole.PRODUCER))
     monkeypatch.setattr(rows, "_GRAIN_BYTES", 2 * prefill.blocks[0].nbytes)
+    monkeypatch.setattr(checksums, "_PORTION_BYTES", 4 * prefill.blocks[0].nbytes)
     prefill, decode = closing(KVPair(KVRole.PRODUCER)), closing(KVPair(KVRole.CONSUMER, same_host=same_host))
     return prefill, decode
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from connectors.kv import server
+from connectors.kv import link, server
 from connectors.kv.base import KVLease
 from connectors.kv.leases import LeaseTable, NoLease
 from core.errors import ConfigError
 from core.types import KVRole
-from tests.connectors.support import KVPair, num_parked, poll_until, with_params
+from tests.connectors.support import DEADLINE_S, KVPair, num_parked, poll_until, same_bits, with_params
 
 Closing = Callable[[KVPair], KVPair]
 LEASE = KVLease("r", [1], 4, "t" * 32)
@@ -78,6 +81,33 @@ def test_a_consumer_that_waits_for_room_keeps_its_lease(closing: Closing) -> Non
     assert output.num_retries == 0
     output = prefill.report()
     assert (output.finished_sending, output.expired_sending) == (["r"], [])
+
+
+def test_renewals_that_a_connection_has_no_room_for_yet_cost_it_nothing(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name server takes its time, and there are more leases to renew than messages may wait."""
+    monkeypatch.setattr(link, "_MAX_WAITING", 3)
+    answered, real = threading.Event(), socket.getaddrinfo
+
+    def slowly(*given: Any, **more: Any) -> Any:
+        assert more.get("flags") or answered.wait(DEADLINE_S)
+        return real(*given, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    prefill = closing(KVPair(KVRole.PRODUCER, host="localhost"))
+    decode = closing(KVPair(KVRole.CONSUMER, same_host="never"))
+    handles = [prefill.lease(f"r{n}", [n]) for n in range(5)]
+    for n, handle in enumerate(handles):
+        decode.scheduler.expect_recv(f"d{n}", handle)
+    decode.pull("d4", handles[4], [0])
+    puller = decode.worker._puller
+    assert puller is not None
+    poll_until(lambda: len(puller._kept) == 5 and len(puller._transfers) == 1)
+    answered.set()
+    output = decode.report()
+    assert (output.finished_recving, output.num_retries) == (["d4"], 0)
+    assert same_bits(decode.blocks[0], prefill.blocks[4])
 
 
 def test_a_consumer_that_died_loses_its_lease_soon(closing: Closing) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
+import numpy as np
 import pytest
 import torch
-import zmq
 
 from connectors import connections
 from connectors.kv.base import KVLayout, KVSide
+from connectors.kv.consumers import Consumer, Consumers
 from connectors.kv.peer import KVPeerConnector
 from core.errors import ConfigError, EngineError, IncompatibleError, InvalidRequestError
 from core.types import KVHandle, KVRole
@@ -45,15 +46,33 @@ def test_blocks_arrive_bit_for_bit(closing: Closing, dtype: torch.dtype, blocks_
     assert prefill.worker.num_leases() == 0
 
 
-def test_large_blocks_go_without_a_copy(closing: Closing) -> None:
-    """Above 64 KiB ZeroMQ sends from the cache's own memory, which is another path than for small frames."""
-    layout = msgspec.structs.replace(LAYOUT, num_layers=8, head_dim=256)
+@pytest.mark.parametrize("head_dim", [4, 256])
+def test_blocks_go_without_a_copy(closing: Closing, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the cache's own memory, whatever their size; what was sent before is sent again as it is now."""
+    bodies: list[list[memoryview]] = []
+    send = Consumers.send
+
+    def watched(self: Consumers, consumer: Consumer, header: bytes, body: Iterable[memoryview] = ()) -> None:
+        pieces = list(body)
+        bodies.extend([pieces] if pieces else [])
+        send(self, consumer, header, pieces)
+
+    monkeypatch.setattr(Consumers, "send", watched)
+    layout = msgspec.structs.replace(LAYOUT, num_layers=8, head_dim=head_dim)
     prefill = closing(KVPair(KVRole.PRODUCER, layout, num_blocks=8))
-    decode = closing(KVPair(KVRole.CONSUMER, layout, num_blocks=8))
-    assert prefill.blocks[0].nbytes > zmq.COPY_THRESHOLD
-    decode.pull("d", prefill.lease("r", [1, 2, 3, 7, 6]), [0, 1, 2, 3, 4])
-    assert decode.report().finished_recving == ["d"]
-    assert same_bits(decode.blocks[:5], prefill.blocks[[1, 2, 3, 7, 6]])
+    decode = closing(KVPair(KVRole.CONSUMER, layout, num_blocks=8, same_host="never"))
+    cache, row_bytes = prefill.blocks.view(torch.uint8).numpy(), prefill.blocks[0].nbytes
+    for n in range(2):
+        prefill.blocks += 1
+        decode.pull(f"d{n}", prefill.lease(f"r{n}", [1, 2, 3, 7, 6]), [0, 1, 2, 3, 4])
+        output = decode.report()
+        assert (output.finished_recving, output.num_retries) == ([f"d{n}"], 0)
+        assert same_bits(decode.blocks[:5], prefill.blocks[[1, 2, 3, 7, 6]])
+        sent = [np.frombuffer(piece, np.uint8) for piece in bodies.pop()]
+        assert bodies == []
+        assert [len(piece) for piece in sent] == [3 * row_bytes, row_bytes, row_bytes], "neighbours are not one piece"
+        assert all(np.shares_memory(piece, cache) for piece in sent)
+        prefill.report()
 
 
 def test_blocks_of_another_process(closing: Closing) -> None:

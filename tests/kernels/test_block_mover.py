@@ -1,4 +1,4 @@
-"""A KV transfer between caches on a device: the kernels gather and scatter what the connectors send.
+"""A KV transfer between caches on a device: the kernels gather what the connectors send and scatter what they receive.
 
 The caches are in host memory here, and the connectors are told otherwise; the kernels are interpreted. Streams and
 pinned memory need a GPU: `tests/connectors/test_device_copy.py` runs there.
@@ -11,7 +11,7 @@ import torch
 
 from connectors.device_copy import DeviceCopies
 from connectors.kv import device_rows
-from connectors.kv.rows import BlockRows
+from connectors.kv.rows import BlockRows, checksum_of
 from core.types import KVRole
 from kernels.dispatch import Kernels, LayerShapes, choose_kernels
 from tests.connectors.support import KVPair, random_bits, same_bits
@@ -58,6 +58,7 @@ def test_a_transfer_larger_than_the_buffer_goes_in_pieces(
             mover.gather_blocks(cache, ids, staging)
 
         def scatter_blocks(self, staging: torch.Tensor, ids: torch.Tensor, cache: torch.Tensor) -> None:
+            launches.append(len(ids))
             mover.scatter_blocks(staging, ids, cache)
 
     ours = blocks.clone()
@@ -65,13 +66,37 @@ def test_a_transfer_larger_than_the_buffer_goes_in_pieces(
     assert same_bits(ours, blocks)
     launches.clear()
     ids = [11, 0, 3, 4, 7]
-    [made] = rows.gather(ids, staging=lambda _: pytest.fail("the connector's staging is for host memory"))
-    assert launches == {1: [1] * 5, 2: [2, 2, 1], 4: [4, 1], 100: [5]}[num_staged]
+    [made] = rows.read(ids)
+    expected = {1: [1] * 5, 2: [2, 2, 1], 4: [4, 1], 100: [5]}[num_staged]
+    assert launches == expected
     assert same_bits(torch.from_numpy(made).view(torch.float32), blocks[ids])
     back = torch.zeros_like(blocks)
-    device_rows.DeviceRows(back.view(torch.uint8), DeviceCopies(CPU), Counted()).to_device(ids, torch.from_numpy(made))
+    theirs = BlockRows(back, Counted())
+    launches.clear()
+    arrival = theirs.arrival(ids, checksum_of([made]))
+    data = made.tobytes()
+    while arrival.num_missing:
+        place = arrival.places()[0][:99]  # some of it, as it comes over a line
+        place[:] = data[: len(place)]
+        data = data[len(place) :]
+        arrival.received(len(place))
+    assert not back.any(), "something landed before all of it was there"
+    assert arrival.end()
+    assert launches == expected
     assert same_bits(back[ids], blocks[ids])
     assert not back[[1, 2, 5, 6, 8, 9, 10]].any()
+
+
+def test_what_came_damaged_does_not_land(mover: Kernels) -> None:
+    """The cache of a device is written to when the checksums have been seen, not before."""
+    back = torch.zeros(4, 40)
+    arrival = BlockRows(back, mover).arrival([2, 0], checksum_of([random_bits(2, 40, torch.float32).numpy()]))
+    while arrival.num_missing:
+        place = arrival.places()[0]
+        place[:] = bytes([7]) * len(place)
+        arrival.received(len(place))
+    assert not arrival.end()
+    assert not back.any()
 
 
 def test_without_a_mover_such_a_cache_is_refused(mover: Kernels) -> None:

@@ -110,7 +110,7 @@ def _send(bare: zmq.Socket[bytes], data: np.ndarray[tuple[int], np.dtype[np.uint
 
 
 def receive_bare(bare: zmq.Socket[bytes], num_bytes: int) -> None:
-    size = min(max(1 << 20, num_bytes // 8), 8 << 20)  # what ZeroMQ does best with
+    size = 2 << 20  # what ZeroMQ does best with
     pieces = [(first, min(size, num_bytes - first)) for first in range(0, num_bytes, size)]
     for asked in pieces[:_WINDOW]:
         bare.send(b"%d %d" % asked)

@@ -11,17 +11,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.connectors import measuring
+from benchmarks.connectors import bare_zmq, measuring
 from benchmarks.connectors.__main__ import main
+from benchmarks.connectors.bare_zmq import BareZMQ
+from benchmarks.connectors.children import Child
 from benchmarks.connectors.items import empty_item, expect_same, random_item
 from benchmarks.connectors.kv_pull import form_of
 from benchmarks.connectors.measuring import Comparison, Contender, measure
-from benchmarks.kv_transfer import Side
-from connectors.kv.connection import Connection
-from core.types import KVRole
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL, LARGE = 4 << 10, 768 << 10  # one chunk or block, and several
@@ -120,32 +120,15 @@ def test_what_moves_wrong_bytes_is_not_measured() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 24, 80])
-def test_bare_zeromq_sends_what_the_connector_sends(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many messages, of as many frames, of the same size."""
+def test_bare_zeromq_brings_every_block_to_its_place(num_blocks: int) -> None:
     block_bytes = 256 << 10
-    messages: list[list[int]] = []
-    take = Connection._take_rows
-
-    def noting(self: Connection, piece: object, transfer: object, checksum: bytes, frames: list[bytes]) -> str:
-        messages.append([len(frame) for frame in frames])
-        return take(self, piece, transfer, checksum, frames)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Connection, "_take_rows", noting)
-    producer = Side(KVRole.PRODUCER, block_bytes, 2 * num_blocks, "never")
-    consumer = Side(KVRole.CONSUMER, block_bytes, num_blocks, "never")
-    try:
-        apart = random.Random(0).sample(range(0, 2 * num_blocks, 2), num_blocks)
-        handle = producer.scheduler.request_finished("r", apart, num_blocks)
-        producer.step()
-        consumer.pull("d", handle, list(range(num_blocks)))
-    finally:
-        producer.close()
-        consumer.close()
-    form = form_of(block_bytes, num_blocks)
-    frames = [block_bytes] * num_blocks
-    assert messages == [
-        frames[begin : begin + form.frames_per_message] for begin in range(0, num_blocks, form.frames_per_message)
-    ]
+    received = np.zeros((num_blocks + 2) * block_bytes, dtype=np.uint8)
+    places = random.Random(0).sample(range(num_blocks), num_blocks)
+    with Child(bare_zmq.serve) as sender, BareZMQ(sender) as bare:
+        bare.prepare(num_blocks * block_bytes)
+        bare.receive(received[: num_blocks * block_bytes], places, form_of(block_bytes, num_blocks))
+    assert received[: num_blocks * block_bytes].all()
+    assert not received[num_blocks * block_bytes :].any()
 
 
 @pytest.mark.parametrize(

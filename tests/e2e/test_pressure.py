@@ -18,7 +18,7 @@ from tests.pictures import picture
 from tests.reference import Conversation
 
 NUM_REQUESTS = 32
-NUM_TOKENS = 40
+NUM_TOKENS = 64
 BLOCK_SIZE = 16
 PICTURES = [picture(800 + i, 96, 64) for i in range(8)]
 LOAD: list[Conversation] = [

@@ -22,7 +22,7 @@ _BACKLOG = 128
 #: Messages of one taken between two looks at the others.
 _BATCH = 32
 #: And put aside until it has taken away its answer; a consumer of ours asks for far fewer at a time.
-_MAX_ASIDE = 64
+_MAX_ASIDE = 16
 
 
 class Consumer:
@@ -100,9 +100,9 @@ class Consumers:
                 consumer.last_s = time.monotonic()
         except BrokenError as error:
             self._give_up(consumer, error)
-        while aside and not stream.num_waiting:
-            yield consumer, aside.popleft()
         for _ in range(_BATCH):
+            while aside and not stream.num_waiting:  # before what came after them
+                yield consumer, aside.popleft()
             try:
                 message = stream.receive() if len(aside) < _MAX_ASIDE else None
             except (BrokenError, MalformedError) as error:

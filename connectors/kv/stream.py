@@ -26,9 +26,19 @@ _PREFIX = struct.Struct("!IIQ")
 _LENGTHS = struct.Struct("!II")
 #: Pieces that one call sends or receives; the kernel takes 1024 at most.
 _MAX_PIECES = 256
-#: A peer that has vanished without a word is noticed after some 30 seconds, whether we send or wait.
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-_USER_TIMEOUT_MS = 30_000
+#: Small messages go at once. A peer that has vanished without a word is noticed after some 30 seconds, whether we send
+#: or wait; where the system can be told so.
+_OPTIONS = [
+    (getattr(socket, name), value)
+    for name, value in (
+        ("TCP_NODELAY", 1),
+        ("TCP_USER_TIMEOUT", 30_000),
+        ("TCP_KEEPIDLE", 15),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+    )
+    if hasattr(socket, name)
+]
 
 
 class Message(NamedTuple):
@@ -56,10 +66,8 @@ class Stream:
         self._peer = peer
         self._max_body_bytes = max_body_bytes
         connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
+        for option, value in _OPTIONS:
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
         self._out: list[memoryview] = []
         self._prefix = bytearray(_PREFIX.size)

@@ -37,7 +37,7 @@ from connectors.kv.wire import (
     encode,
 )
 from core.types import KVHandle, KVRole
-from tests.connectors.kv_script import Raw, framed
+from tests.connectors.kv_script import Raw, framed, wait_readable
 from tests.connectors.lossy_proxy import LossyProxy
 from tests.connectors.support import DEADLINE_S, LAYOUT, KVPair, num_parked, poll_until, same_bits, with_params
 
@@ -176,6 +176,48 @@ def test_what_was_put_aside_has_its_turn_and_is_bounded(monkeypatch: pytest.Monk
         reader.join(DEADLINE_S)
         assert (heard, served) == (questions[:3], questions)
         assert not turn(0)
+
+
+def test_what_was_put_aside_comes_before_what_came_after_it() -> None:
+    """Also where the line becomes free in the midst of what has come: by another answer that was sent."""
+    ours, poller = Consumers("127.0.0.1", 0), select.poll()
+    ours.register(poller)
+    served: list[bytes] = []
+    with contextlib.closing(ours), Raw.to(f"tcp://127.0.0.1:{ours.port}", receive_bytes=RECEIVE_BYTES) as raw:
+        assert poller.poll(DEADLINE_S * 1000)
+        assert list(ours.messages({descriptor for descriptor, _ in poller.poll(0)})) == []
+        [consumer] = ours._open.values()
+        ours.send(consumer, b"an answer", [memoryview(bytes(16 << 20))])
+        raw.throw(b"".join(map(framed, [b"first", b"free the line", b"second"])))
+        wait_readable(consumer.stream)
+        reader = threading.Thread(target=raw.hear)
+        for _, header in ours.messages({consumer.stream.fileno()}):
+            if header == b"free the line":
+                reader.start()
+                poll_until(lambda: consumer.stream.flush() >= 0 and not consumer.stream.num_waiting)
+            elif consumer.stream.num_waiting:
+                consumer.aside.append(header)
+            else:
+                served.append(header)
+        reader.join(DEADLINE_S)
+    assert served == [b"first", b"second"]
+
+
+def test_what_one_said_before_it_went_is_heard_after_its_connection_broke() -> None:
+    ours, poller = Consumers("127.0.0.1", 0), select.poll()
+    ours.register(poller)
+    with contextlib.closing(ours), Raw.to(f"tcp://127.0.0.1:{ours.port}", receive_bytes=RECEIVE_BYTES) as raw:
+        assert poller.poll(DEADLINE_S * 1000)
+        assert list(ours.messages({descriptor for descriptor, _ in poller.poll(0)})) == []
+        [consumer] = ours._open.values()
+        ours.send(consumer, b"an answer", [memoryview(bytes(16 << 20))])
+        raw.throw(framed(b"last") + framed(b"words"))
+        raw.close()
+        poll_until(lambda: any(events & select.POLLERR for _, events in poller.poll(0)))
+        heard = [header for _, header in ours.messages({consumer.stream.fileno()})]
+        assert heard == [b"last", b"words"]
+        ours.send(consumer, b"too late")
+        assert not ours._open
 
 
 @pytest.fixture
